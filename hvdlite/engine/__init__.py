@@ -1,0 +1,1 @@
+"""The control plane: what is reduced, when, and in which order."""

@@ -1,0 +1,256 @@
+"""One process set at work: its rounds, and the batches that they led to.
+
+Nothing here waits. `advance` moves whatever can move and says whether anything did.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+from ..exceptions import HvdliteInternalError, MismatchError
+from ..transport.base import Communicator, Pending, Transport
+from .coordinator import show_ranks
+from .execution import Executor
+from .fusion import Batch, FusionBuffers, plan
+from .negotiation import Negotiator, Round
+from .requests import Kind, Response
+from .statistics import Counters
+from .submissions import Entry
+
+__all__ = ["IN_FLIGHT", "Channel", "Task"]
+
+IN_FLIGHT = 2
+"""Batches on their way at once: one is packed or unpacked while the other one moves."""
+
+_TAGS = 16384
+"""Tags of operations in flight are told apart modulo this; MPI guarantees 32767."""
+
+_PATIENCE = 1 / 20
+"""Rounds that lead to nothing slow down to this share of the time already waited."""
+
+_LONGEST_PAUSE = 5e-3
+
+_unfinished: list[object] = []
+"""Operations that were given up, kept for the memory that belongs to them."""
+
+
+class Task:
+    """A generator that waits for communications, and the one it waits for."""
+
+    __slots__ = ("_generator", "_pending", "finished", "result")
+
+    def __init__(self, generator: Generator[Pending, None, Any]) -> None:
+        self._generator = generator
+        self._pending: Pending | None = None
+        self.finished = False
+        self.result: Any = None
+
+    def advance(self) -> bool:
+        """Resume as often as what it waits for has completed; return whether it was."""
+        moved = False
+        while self._pending is None or self._pending.Test():
+            moved = True
+            try:
+                self._pending = next(self._generator)
+            except StopIteration as end:
+                self.finished, self.result = True, end.value
+                break
+        return moved
+
+
+class Channel:
+    """The engine's state for one process set, on one rank that belongs to it."""
+
+    def __init__(
+        self,
+        control: Communicator,
+        transport: Transport,
+        ranks: Sequence[int],
+        *,
+        fusion_threshold: int,
+        cache_capacity: int,
+        cycle_time: float,
+        counters: Counters,
+        on_change: Callable[[Response, Entry], None] | None = None,
+    ) -> None:
+        """Make a channel.
+
+        Args:
+            control: the private communicator of the rounds.
+            transport: moves the data, on a communicator of its own.
+            ranks: the set's ranks, numbered as users know them.
+            fusion_threshold: bytes.
+            cycle_time: seconds between rounds that lead to nothing.
+            on_change: called for an agreed change of the process sets.
+        """
+        self.control = control
+        self.transport = transport
+        self.ranks = tuple(ranks)
+        self.negotiator = Negotiator(control, cache_capacity, self.ranks)
+        self.executing: dict[int, Entry] = {}
+        """Agreed on and not completed, by id."""
+        self.closed_by: str | None = None
+        self._fusion_threshold = fusion_threshold
+        self._cycle_time = cycle_time
+        self._counters = counters
+        self._on_change = on_change
+        self._executor = Executor(
+            transport, control.rank, control.size, FusionBuffers(IN_FLIGHT), counters
+        )
+        self._round: Task | None = None
+        self._next_round = 0.0
+        self._in_vain_since = 0.0
+        self._queue: deque[Batch] = deque()
+        self._in_flight: list[tuple[Task, Batch]] = []
+        self._tag = 0
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def in_flight(self) -> int:
+        """Transport operations in progress."""
+        return len(self._in_flight)
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing is left to do here until somebody submits something."""
+        return not (self._round or self._queue or self._in_flight or self.negotiator.wants_round())
+
+    def sleeps_until(self) -> float | None:
+        """Return when there is something to do next, if all there is to do is wait for it.
+
+        None means that communications are in progress and want to be tested.
+        """
+        if self._round or self._in_flight or self._queue or self.negotiator.fresh:
+            return None
+        return self._next_round
+
+    def advance(self, now: float) -> bool:
+        """Do what can be done now, and return whether that was anything."""
+        moved = self._advance_round(now)
+        if self._in_flight or self._queue:
+            moved |= self._advance_batches()
+        return moved
+
+    # -- rounds -------------------------------------------------------------------------
+
+    def _advance_round(self, now: float) -> bool:
+        negotiator = self.negotiator
+        if self._round is None:
+            if not negotiator.wants_round():
+                return False
+            if not negotiator.fresh and now < self._next_round:
+                return False
+            if negotiator.fresh:
+                self._in_vain_since = now
+            self._round = Task(negotiator.round())
+        moved = self._round.advance()
+        if self._round.finished:
+            outcome: Round = self._round.result
+            self._round = None
+            self._take(outcome, now)
+        return moved
+
+    def _take(self, outcome: Round, now: float) -> None:
+        counters = self._counters
+        counters.rounds += 1
+        counters.responses += len(outcome.agreed)
+        counters.cache_hits += outcome.cached
+        if outcome.agreed or outcome.join is not None:
+            self._in_vain_since = now
+        else:
+            counters.empty_rounds += 1
+        waited = now - self._in_vain_since
+        pause = min(
+            max(self._cycle_time, waited * _PATIENCE), max(self._cycle_time, _LONGEST_PAUSE)
+        )
+        # A round that led to something may well be followed by another one at once.
+        self._next_round = now + (0.0 if outcome.agreed else pause)
+        runnable: list[tuple[Response, Entry | None]] = []
+        for response, entry in outcome.agreed:
+            if response.error is not None:
+                if entry is not None:
+                    entry.handle.fail(MismatchError(response.error))
+            elif response.request.kind in (Kind.ADD_PROCESS_SET, Kind.REMOVE_PROCESS_SET):
+                assert self._on_change is not None and entry is not None
+                self._on_change(response, entry)
+            else:
+                if entry is not None:
+                    self._begin(entry)
+                runnable.append((response, entry))
+        self._queue.extend(plan(runnable, self._fusion_threshold))
+        if outcome.join is not None:
+            assert outcome.last_joined is not None
+            outcome.join.handle.finish(self.ranks[outcome.last_joined])
+        if outcome.left is not None:
+            self._close(outcome.left)
+
+    def _begin(self, entry: Entry) -> None:
+        entry.remaining = len(entry.request.shapes)
+        if entry.remaining or entry.request.kind is Kind.BARRIER:
+            self.executing[id(entry)] = entry
+        else:
+            entry.handle.finish([])  # a group of no tensors
+
+    def _close(self, left: Sequence[tuple[int, str]]) -> None:
+        reasons: dict[str, list[int]] = {}
+        for rank, reason in left:
+            reasons.setdefault(reason, []).append(self.ranks[rank])
+        who = "; ".join(f"{show_ranks(ranks)}: {reason}" for reason, ranks in reasons.items())
+        self.closed_by = who
+        self.fail_pending(f"hvdlite has been shut down ({who})")
+
+    def fail_pending(self, text: str) -> None:
+        """Fail what has not been agreed on."""
+        pending = list(self.negotiator.pending.values())
+        self.negotiator.pending.clear()
+        for entry in pending:
+            entry.handle.fail(
+                HvdliteInternalError(f"{text}; '{entry.handle.name}' cannot be completed.")
+            )
+
+    def abandon(self, text: str) -> None:
+        """Fail everything that has not completed, and do nothing any more."""
+        self.negotiator.closed = True
+        self.closed_by = text
+        self.fail_pending(text)
+        for entry in self.executing.values():
+            if not entry.handle.done():
+                entry.handle.fail(
+                    HvdliteInternalError(f"{text}; '{entry.handle.name}' was interrupted.")
+                )
+        self.executing.clear()
+        self._queue.clear()
+        # MPI may still write into the buffers that these hold.
+        _unfinished.append((self._round, self._in_flight))
+        self._round, self._in_flight = None, []
+
+    # -- batches ------------------------------------------------------------------------
+
+    def _advance_batches(self) -> bool:
+        moved = False
+        while self._queue and len(self._in_flight) < IN_FLIGHT:
+            batch = self._queue.popleft()
+            self._tag = (self._tag + 1) % _TAGS
+            self._in_flight.append((Task(self._executor.run(batch, self._tag)), batch))
+            # The first step of every operation comes in the same order on every rank.
+            self._in_flight[-1][0].advance()
+            moved = True
+        for task, batch in self._in_flight:
+            if not task.finished:
+                moved |= task.advance()
+            if task.finished:
+                self._retire(batch)
+        if moved:
+            self._in_flight = [item for item in self._in_flight if not item[0].finished]
+        return moved
+
+    def _retire(self, batch: Batch) -> None:
+        for piece in batch.pieces:
+            entry = piece.entry
+            if entry is not None and entry.handle.done():
+                self.executing.pop(id(entry), None)

@@ -1,0 +1,434 @@
+"""The engine: one background thread per process that carries out what callers submit.
+
+Its step reads: take in what was submitted, negotiate, fuse, execute, watch for stalls. A
+caller that blocks drives the same step itself instead of waiting for the thread to be
+scheduled; whoever holds the drive lock is the engine.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ..exceptions import DuplicateNameError, HvdliteInternalError, HvdliteTimeoutError
+from ..log import logger
+from ..transport.base import Communicator, Transport
+from ..transport.waiting import Pacer
+from .channel import Channel, Task
+from .requests import Kind, Request, Response, display
+from .stall import StallInspector, StallLimits, Waiting
+from .statistics import Counters, Statistics
+from .submissions import Entry, Handle
+
+__all__ = ["GLOBAL_SET", "Engine", "EngineOptions"]
+
+GLOBAL_SET = 0
+"""Number of the process set that all ranks belong to."""
+
+_IDLE = 0.25
+"""Seconds between looks for messages of the stall inspector while there is nothing to do."""
+
+_BURST = 5e-5
+_DRIVER_BURST = 2e-4
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What the engine's decisions depend on; the same on every rank."""
+
+    fusion_threshold: int
+    cache_capacity: int
+    cycle_time: float
+    """Seconds."""
+    stall: StallLimits | None
+    """None switches the inspector off."""
+
+
+class Engine:
+    """Negotiates and executes the collectives of one process.
+
+    Args:
+        control: communicator of all ranks, for negotiation only.
+        data: communicator of the same ranks, for the transport only.
+        make_transport: makes the transport of a process set; called on all of its ranks.
+        options: see there.
+        affinity: the core that the thread is to run on.
+    """
+
+    def __init__(
+        self,
+        control: Communicator,
+        data: Communicator,
+        make_transport: Callable[[Communicator], Transport],
+        options: EngineOptions,
+        *,
+        affinity: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.rank = control.rank
+        self.size = control.size
+        self.counters = Counters()
+        self.channels: dict[int, Channel] = {}
+        self.members: dict[int, tuple[int, ...]] = {}
+        """Ranks of every process set, whether this rank belongs to it or not."""
+        self.submitters: set[int] = set()
+        """Identifiers of the threads that have submitted anything."""
+        self._control = control
+        self._data = data
+        self._make_transport = make_transport
+        self._options = options
+        self._affinity = affinity
+        self._clock = clock
+        self._communicators: dict[int, tuple[Communicator, Communicator]] = {}
+        self._inspectors: dict[int, tuple[StallInspector, Task]] = {}
+        self._removed: list[int] = []
+        self._next_set = GLOBAL_SET
+        self._submitted: deque[tuple[int, Entry]] = deque()
+        self._names: dict[tuple[int, str], Handle] = {}
+        self._lock = threading.Lock()
+        self._wake = threading.Condition(self._lock)
+        self._drive = threading.Lock()
+        self._drivers = 0
+        self._signal = False
+        self._stopping = False
+        self._closing: str | None = None
+        self._failure: str | None = None
+        self._pid = os.getpid()
+        self._thread: threading.Thread | None = None
+        self._add_set(tuple(range(self.size)), control, data)
+
+    # -- callers ------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the background thread."""
+        self._thread = threading.Thread(target=self._run, name="hvdlite", daemon=True)
+        self._thread.start()
+
+    def submit(
+        self,
+        set_id: int,
+        request: Request,
+        name: str | None,
+        inputs: list[object],
+        outputs: list[object],
+    ) -> Handle:
+        """Hand in a request.
+
+        Raises:
+            DuplicateNameError: the name is in flight on this rank.
+            HvdliteInternalError: the engine cannot take anything any more.
+        """
+        handle = Handle(self, name or f"{request.kind}.noname")
+        entry = Entry(request, inputs, outputs, handle, self._clock(), name)  # type: ignore[arg-type]
+        with self._lock:
+            self._refuse_if_over()
+            if name is not None:
+                other = self._names.get((set_id, name))
+                if other is not None and not other.done():
+                    raise DuplicateNameError(
+                        f"Rank {self.rank} submitted '{name}' while a tensor with the same name "
+                        "is still in flight: wait for its handle first, or use another name."
+                    )
+                if len(self._names) > 4096:
+                    self._names = {k: h for k, h in self._names.items() if not h.done()}
+                self._names[set_id, name] = handle
+            self.submitters.add(threading.get_ident())
+            self._submitted.append((set_id, entry))
+            self._signal = True
+            if not self._drivers:
+                self._wake.notify()
+        return handle
+
+    def wait(self, handle: Handle, timeout: float | None = None) -> None:
+        """Drive the engine until a handle is done. Raises HvdliteTimeoutError."""
+        if not self._drive_until(handle.done, timeout):
+            raise HvdliteTimeoutError(
+                f"'{handle.name}' was not completed within {timeout:g} s on rank {self.rank}; "
+                "it goes on, and its handle can be waited for again."
+            )
+
+    def shutdown(self, reason: str) -> None:
+        """Leave: finish what all ranks agree on, tell the others, and stop the thread.
+
+        Returns when every rank has noticed, that is when each of them has submitted something
+        more (and got an error) or leaves as well.
+        """
+        with self._lock:
+            self._closing = reason
+            self._signal = True
+        if self._failure is None:
+            self._drive_until(self._closed)
+        with self._lock:
+            self._stopping = True
+            self._wake.notify_all()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        if self._failure is None:
+            for set_id in list(self.channels):
+                self._free(set_id)
+
+    def fail(self, text: str) -> None:
+        """Give up: fail all that is in flight, and refuse what comes."""
+        with self._lock:
+            if self._failure is None:
+                self._failure = text
+        for channel in self.channels.values():
+            channel.abandon(text)
+        while self._submitted:
+            _, entry = self._submitted.popleft()
+            entry.handle.fail(HvdliteInternalError(text))
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether this is the process that made the engine, and not a fork of it."""
+        return os.getpid() == self._pid
+
+    @property
+    def failed(self) -> bool:
+        """Whether the engine has given up."""
+        return self._failure is not None
+
+    def statistics(self) -> Statistics:
+        """Return a snapshot of the counters."""
+        counters = self.counters
+        channels = list(self.channels.values())
+        return Statistics(
+            rounds=counters.rounds,
+            empty_rounds=counters.empty_rounds,
+            responses=counters.responses,
+            cache_hits=counters.cache_hits,
+            cache_size=sum(len(channel.negotiator.cache) for channel in channels),
+            batches=counters.batches,
+            tensors=counters.tensors,
+            bytes=counters.bytes,
+            packing_seconds=counters.packing.seconds,
+            moving_seconds=counters.moving.seconds,
+            waiting_seconds=counters.waiting.seconds,
+            queue_depth=len(self._submitted) + sum(len(c.negotiator.pending) for c in channels),
+            in_flight=sum(channel.in_flight for channel in channels),
+        )
+
+    def _refuse_if_over(self) -> None:
+        if not self.is_mine:
+            raise HvdliteInternalError(
+                "This process was forked from one that uses hvdlite; only the original can "
+                "communicate. Start workers that need collectives with mpirun instead."
+            )
+        if self._failure is not None:
+            raise HvdliteInternalError(self._failure)
+        if self._closing is not None:
+            raise HvdliteInternalError(
+                f"hvdlite has been shut down (rank {self.rank}: {self._closing})."
+            )
+
+    # -- who drives ---------------------------------------------------------------------
+
+    def _drive_until(self, done: Callable[[], bool], timeout: float | None = None) -> bool:
+        """Drive the engine from the calling thread; return whether `done` came to hold."""
+        if done():
+            return True
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with self._lock:
+            self._drivers += 1
+        pacer = Pacer(_DRIVER_BURST)
+        try:
+            with self.counters.waiting:
+                while True:
+                    if self._drive.acquire(blocking=False):
+                        try:
+                            moved = not done() and self.step()
+                        finally:
+                            self._drive.release()
+                        if moved:
+                            pacer.progressed()
+                    if done():
+                        return True
+                    left = 1.0 if deadline is None else deadline - time.monotonic()
+                    if left <= 0:
+                        return False
+                    pacer.pause(left)
+        finally:
+            with self._lock:
+                self._drivers -= 1
+                self._wake.notify()
+
+    def _run(self) -> None:
+        if self._affinity is not None:
+            try:
+                os.sched_setaffinity(0, {self._affinity})
+            except OSError as error:
+                logger.warning("the engine's thread stays where it is: %s", error)
+        pacer = Pacer(_BURST, self._nap)
+        while not self._stopping:
+            if self._drivers:
+                self._nap(_IDLE)
+                continue
+            if self._drive.acquire(blocking=False):
+                try:
+                    moved = self.step()
+                finally:
+                    self._drive.release()
+                if moved:
+                    pacer.progressed()
+                    continue
+            due = self._due()
+            if due is None:
+                pacer.pause()
+            else:
+                self._nap(due)
+
+    def _nap(self, seconds: float) -> None:
+        """Sleep, unless something has been submitted since the last step."""
+        with self._lock:
+            if not self._signal or self._drivers:
+                self._wake.wait(seconds)
+
+    def _due(self) -> float | None:
+        """Return the seconds until there is something to do; None if MPI is to be tested."""
+        due = _IDLE
+        for channel in list(self.channels.values()):
+            if not channel.quiet:
+                until = channel.sleeps_until()
+                if until is None:
+                    return None
+                due = min(due, until - self._clock())
+        return max(due, 0.0)
+
+    # -- the step -----------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Do what can be done without waiting; return whether that was anything.
+
+        The caller holds the drive lock.
+        """
+        if self._failure is not None:
+            return False
+        try:
+            moved = self._take_in()
+            now = self._clock()
+            for channel in list(self.channels.values()):
+                moved |= channel.advance(now)
+            if self._removed:
+                self._free_removed()
+            self._inspect()
+            return moved
+        except BaseException as error:
+            details = traceback.format_exc()
+            self.fail(f"hvdlite failed on rank {self.rank}: {type(error).__name__}: {error}")
+            if not isinstance(error, Exception):
+                raise  # Ctrl-C and the like, in the thread of a caller that drives
+            logger.error("internal error on rank %d\n%s", self.rank, details)
+            return True
+
+    def _take_in(self) -> bool:
+        self._signal = False
+        moved = False
+        while self._submitted:
+            set_id, entry = self._submitted.popleft()
+            moved = True
+            channel = self.channels.get(set_id)
+            if channel is None:
+                entry.handle.fail(HvdliteInternalError(f"Process set {set_id} was removed."))
+            elif channel.closed_by is not None:
+                entry.handle.fail(
+                    HvdliteInternalError(
+                        f"hvdlite has been shut down ({channel.closed_by}); "
+                        f"'{entry.handle.name}' cannot be completed."
+                    )
+                )
+            else:
+                channel.negotiator.add(entry)
+        if self._closing is not None:
+            for channel in self.channels.values():
+                channel.negotiator.leave(self._closing)
+        return moved
+
+    def _closed(self) -> bool:
+        return not self._submitted and all(
+            channel.negotiator.closed and channel.quiet for channel in self.channels.values()
+        )
+
+    # -- process sets -------------------------------------------------------------------
+
+    def add_process_set(self, ranks: Sequence[int]) -> int:
+        """Make a process set before the engine has started (on all ranks, in one order)."""
+        return self._split(tuple(ranks))
+
+    def _split(self, ranks: tuple[int, ...]) -> int:
+        control, data = self._control.subset(ranks), self._data.subset(ranks)
+        return self._add_set(ranks, control, data)
+
+    def _add_set(
+        self, ranks: tuple[int, ...], control: Communicator | None, data: Communicator | None
+    ) -> int:
+        set_id = self._next_set
+        self._next_set += 1
+        self.members[set_id] = ranks
+        if control is None or data is None:
+            return set_id
+        options = self._options
+        channel = Channel(
+            control,
+            self._make_transport(data),
+            ranks,
+            fusion_threshold=options.fusion_threshold,
+            cache_capacity=options.cache_capacity,
+            cycle_time=options.cycle_time,
+            counters=self.counters,
+            on_change=self._change_sets,
+        )
+        self._communicators[set_id] = control, data
+        if options.stall is not None and len(ranks) > 1:
+            inspector = StallInspector(
+                control, ranks, options.stall, lambda: self._waiting(channel), self._clock
+            )
+            self._inspectors[set_id] = inspector, Task(inspector.watch())
+        self.channels[set_id] = channel
+        return set_id
+
+    def _change_sets(self, response: Response, entry: Entry) -> None:
+        if response.request.kind is Kind.ADD_PROCESS_SET:
+            entry.handle.finish(self._split(response.request.splits))
+            return
+        (set_id,) = response.request.splits
+        self.members.pop(set_id, None)
+        channel = self.channels.get(set_id)
+        if channel is not None:
+            channel.negotiator.leave("the process set was removed", now=True)
+            self._removed.append(set_id)
+        entry.handle.finish(None)
+
+    def _free_removed(self) -> None:
+        for set_id in list(self._removed):
+            channel = self.channels[set_id]
+            if channel.negotiator.closed and channel.quiet:
+                self._removed.remove(set_id)
+                self._free(set_id)
+
+    def _free(self, set_id: int) -> None:
+        self.channels.pop(set_id).transport.close()
+        self._inspectors.pop(set_id, None)
+        for comm in self._communicators.pop(set_id):
+            comm.free()
+
+    # -- stalls -------------------------------------------------------------------------
+
+    def _waiting(self, channel: Channel) -> Waiting:
+        now = self._clock()
+        return {
+            display(entry.key, entry.request.kind): now - entry.submitted
+            for entry in [*channel.negotiator.pending.values(), *channel.executing.values()]
+            if entry.request.kind is not Kind.JOIN and not entry.handle.done()
+        }
+
+    def _inspect(self) -> None:
+        for inspector, task in list(self._inspectors.values()):
+            task.advance()
+            if inspector.verdict is not None:
+                self.fail(f"hvdlite has been shut down: {inspector.verdict}")
+                return

@@ -1,0 +1,151 @@
+"""Which agreed tensors travel together, and the buffers in which they do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..transport.types import Array, DType, ReduceOp
+from .requests import Kind, Response
+from .submissions import Entry
+
+__all__ = ["Batch", "FusionBuffers", "Piece", "plan", "wire_dtype"]
+
+_FUSED = (Kind.ALLREDUCE, Kind.REDUCESCATTER, Kind.ALLGATHER, Kind.BROADCAST)
+
+
+@dataclass(slots=True, eq=False)
+class Piece:
+    """One tensor of an agreed response."""
+
+    response: Response
+    index: int
+    entry: Entry | None
+    """None on a rank that has joined: it has no such tensor."""
+
+    @property
+    def dtype(self) -> DType:
+        return self.response.request.dtypes[self.index]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape on the lowest rank; for allgather only the trailing dimensions are common."""
+        return self.response.request.shapes[self.index]
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row, a row being everything under one index of the first dimension."""
+        return math.prod(self.shape[1:]) * self.dtype.itemsize
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """Tensors that one transport operation moves."""
+
+    kind: Kind
+    dtype: DType
+    pieces: list[Piece] = field(default_factory=list)
+    nbytes: int = 0
+
+    @property
+    def response(self) -> Response:
+        """The response of the first tensor; what makes a batch is equal in all of them."""
+        return self.pieces[0].response
+
+
+def wire_dtype(kind: Kind, dtype: DType, op: ReduceOp) -> DType:
+    """Return the element type in which a tensor travels.
+
+    The average of integers is taken of their exact sum, which their own type may not hold.
+    """
+    if kind in (Kind.ALLGATHER, Kind.BROADCAST, Kind.ALLTOALL, Kind.BARRIER):
+        return DType.UINT8
+    if op is ReduceOp.AVERAGE and dtype.is_integer:
+        return DType.INT64
+    return dtype
+
+
+def plan(agreed: Iterable[tuple[Response, Entry | None]], threshold: int) -> list[Batch]:
+    """Distribute the tensors of a round's responses over batches, the same on every rank.
+
+    Args:
+        agreed: responses without error, in the order that all ranks have them in.
+        threshold: bytes up to which tensors share a batch; 0 gives each its own.
+    """
+    batches: list[Batch] = []
+    open_batches: dict[tuple[object, ...], Batch] = {}
+    for response, entry in agreed:
+        request = response.request
+        if request.kind is Kind.BARRIER:
+            batches.append(Batch(request.kind, DType.UINT8, [Piece(response, 0, entry)]))
+        for index, element in enumerate(request.dtypes):
+            piece = Piece(response, index, entry)
+            dtype = wire_dtype(request.kind, element, request.op)
+            nbytes = _wire_bytes(piece, dtype)
+            key = (
+                request.kind,
+                dtype,
+                request.op,
+                request.prescale,
+                request.postscale,
+                request.root,
+            )
+            batch = open_batches.get(key)
+            if batch is None or batch.nbytes + nbytes > threshold or request.kind not in _FUSED:
+                batch = Batch(request.kind, dtype)
+                batches.append(batch)
+                open_batches[key] = batch
+            batch.pieces.append(piece)
+            batch.nbytes += nbytes
+    return batches
+
+
+def _wire_bytes(piece: Piece, dtype: DType) -> int:
+    response = piece.response
+    kind = response.request.kind
+    if kind is Kind.ALLGATHER:
+        return sum(response.rows[piece.index]) * piece.row_bytes
+    if kind in (Kind.ALLREDUCE, Kind.REDUCESCATTER):
+        return piece.elements * dtype.itemsize
+    if kind is Kind.BROADCAST:
+        return piece.elements * piece.dtype.itemsize
+    return 0
+
+
+class FusionBuffers:
+    """A few buffers that live as long as the engine: fresh memory would cost page faults.
+
+    Args:
+        count: buffers that can be in use at once.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._free: list[Array] = [np.empty(0, dtype=np.uint8) for _ in range(count)]
+
+    def available(self) -> bool:
+        """Whether `acquire` has something to give."""
+        return bool(self._free)
+
+    def acquire(self, nbytes: int) -> Array:
+        """Return a buffer of at least `nbytes` bytes, to be given back with `release`."""
+        # The largest first, so that buffers that have grown are the ones that get used.
+        self._free.sort(key=len)
+        buffer = self._free.pop()
+        if len(buffer) < nbytes:
+            buffer = np.empty(nbytes, dtype=np.uint8)
+        return buffer
+
+    def release(self, buffer: Array) -> None:
+        self._free.append(buffer)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held by the buffers that are not in use."""
+        return sum(len(buffer) for buffer in self._free)

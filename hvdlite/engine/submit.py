@@ -1,0 +1,290 @@
+"""How adapters hand tensors to the engine: NumPy views in, one handle out.
+
+A list of tensors is one request: it is negotiated, cached and completed as a whole.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, SupportsIndex
+
+import numpy as np
+
+from ..transport.types import Array, DType, ReduceOp
+from ..world import engine
+from .negotiation import JOIN_KEY
+from .requests import Kind, Request
+from .submissions import Handle
+
+if TYPE_CHECKING:
+    from ..process_sets import ProcessSet
+
+__all__ = [
+    "allocate_buffer",
+    "submit_allgather",
+    "submit_allreduce",
+    "submit_alltoall",
+    "submit_barrier",
+    "submit_broadcast",
+    "submit_join",
+    "submit_reducescatter",
+]
+
+
+def submit_allreduce(
+    inputs: Sequence[Array],
+    outputs: Sequence[Array],
+    *,
+    dtypes: Sequence[DType] | None = None,
+    name: str | None = None,
+    op: ReduceOp,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    process_set: ProcessSet,
+) -> Handle:
+    """Submit an all-reduce.
+
+    Args:
+        inputs: tensors of any shape and strides, equal on all ranks.
+        outputs: where the results go, of the same shapes; may be the inputs themselves.
+        dtypes: element types, where NumPy cannot tell (bfloat16 as uint16).
+        op: how to combine.
+        prescale: factor applied before the reduction.
+        postscale: factor applied after it.
+
+    Returns:
+        A handle whose result is the list of the outputs.
+
+    Raises:
+        TypeError: the element type does not go with `op`.
+        ValueError: this rank is not in the process set.
+    """
+    dtypes = _dtypes(inputs, dtypes)
+    _check_reduction(dtypes, op)
+    for output in outputs:
+        if not output.flags.writeable:
+            raise ValueError("allreduce cannot write its result: the output array is read-only.")
+    request = Request(
+        Kind.ALLREDUCE,
+        tuple(dtypes),
+        _shapes(inputs),
+        op,
+        prescale=float(prescale),
+        postscale=float(postscale),
+    )
+    return _submit(process_set, request, name, inputs, outputs)
+
+
+def submit_allgather(
+    inputs: Sequence[Array],
+    *,
+    dtypes: Sequence[DType] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet,
+) -> Handle:
+    """Submit an all-gather along the first dimension, which may differ between ranks.
+
+    Returns:
+        A handle whose result is a list of new arrays.
+
+    Raises:
+        ValueError: a tensor has no dimension.
+    """
+    _refuse_scalars(Kind.ALLGATHER, inputs)
+    request = Request(Kind.ALLGATHER, tuple(_dtypes(inputs, dtypes)), _shapes(inputs))
+    return _submit(process_set, request, name, inputs, [None] * len(inputs))
+
+
+def submit_broadcast(
+    inputs: Sequence[Array],
+    outputs: Sequence[Array],
+    *,
+    root_rank: int,
+    dtypes: Sequence[DType] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet,
+) -> Handle:
+    """Submit a broadcast of the tensors of `root_rank` (a rank of the job, also within a set).
+
+    Returns:
+        A handle whose result is the list of the outputs.
+
+    Raises:
+        ValueError: the root is not a rank of the process set.
+    """
+    ranks = process_set.require_ranks()
+    root = _index(root_rank, "root_rank")
+    if root not in ranks:
+        raise ValueError(
+            f"broadcast: root_rank {root} is not a rank of the process set {list(ranks)}."
+        )
+    for output in outputs:
+        if not output.flags.writeable:
+            raise ValueError("broadcast cannot write its result: the output array is read-only.")
+    request = Request(
+        Kind.BROADCAST,
+        tuple(_dtypes(inputs, dtypes)),
+        _shapes(inputs),
+        root=ranks.index(root),
+    )
+    return _submit(process_set, request, name, inputs, outputs)
+
+
+def submit_alltoall(
+    array: Array,
+    splits: Sequence[SupportsIndex] | None,
+    *,
+    dtype: DType | None = None,
+    name: str | None = None,
+    process_set: ProcessSet,
+) -> Handle:
+    """Submit an all-to-all: consecutive rows of `array` go to rank 0, 1, ... of the set.
+
+    Args:
+        splits: how many rows each rank gets; None splits evenly.
+
+    Returns:
+        A handle whose result is the received rows in rank order, and (int64) how many came
+        from each rank.
+
+    Raises:
+        ValueError: the tensor has no dimension, or the splits don't fit it.
+    """
+    _refuse_scalars(Kind.ALLTOALL, [array])
+    size = len(process_set.require_ranks())
+    rows = array.shape[0]
+    if splits is None:
+        if rows % size:
+            raise ValueError(
+                f"alltoall: the first dimension ({rows}) is not divisible by the number of "
+                f"ranks ({size}); pass splits."
+            )
+        counts = (rows // size,) * size
+    else:
+        counts = tuple(_index(item, "splits") for item in splits)
+        if len(counts) != size or min(counts, default=0) < 0 or sum(counts) != rows:
+            raise ValueError(
+                f"alltoall: splits must be {size} non-negative numbers (one for each rank) that "
+                f"add up to the first dimension ({rows}); got {list(counts)}, "
+                f"which add up to {sum(counts)}."
+            )
+    dtypes = tuple(_dtypes([array], None if dtype is None else [dtype]))
+    request = Request(Kind.ALLTOALL, dtypes, _shapes([array]), splits=counts)
+    return _submit(process_set, request, name, [array], [None])
+
+
+def submit_reducescatter(
+    inputs: Sequence[Array],
+    *,
+    dtypes: Sequence[DType] | None = None,
+    name: str | None = None,
+    op: ReduceOp,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    process_set: ProcessSet,
+) -> Handle:
+    """Submit a reduction whose first dimension is spread over the ranks.
+
+    The first `rows % size` ranks get one row more than the others.
+
+    Returns:
+        A handle whose result is a list of new arrays.
+
+    Raises:
+        TypeError: the element type does not go with `op`.
+        ValueError: a tensor has no dimension.
+    """
+    _refuse_scalars(Kind.REDUCESCATTER, inputs)
+    dtypes = _dtypes(inputs, dtypes)
+    _check_reduction(dtypes, op)
+    request = Request(
+        Kind.REDUCESCATTER,
+        tuple(dtypes),
+        _shapes(inputs),
+        op,
+        prescale=float(prescale),
+        postscale=float(postscale),
+    )
+    return _submit(process_set, request, name, inputs, [None] * len(inputs))
+
+
+def submit_barrier(*, name: str | None = None, process_set: ProcessSet) -> Handle:
+    """Submit a barrier: its handle is done once every rank has submitted it."""
+    return _submit(process_set, Request(Kind.BARRIER), name, [], [])
+
+
+def submit_join(*, process_set: ProcessSet) -> Handle:
+    """Submit that this rank has no more data; the result is the last rank to say so."""
+    return _submit(process_set, Request(Kind.JOIN), JOIN_KEY, [], [])
+
+
+def submit_process_set_change(
+    kind: Kind, numbers: Sequence[int], process_set: ProcessSet
+) -> Handle:
+    """Submit the addition of a set of ranks, or the removal of the set of a number."""
+    return _submit(process_set, Request(kind, splits=tuple(numbers)), None, [], [])
+
+
+def allocate_buffer(nbytes: int) -> Array:
+    """Return zeroed memory for tensors that are reduced in place again and again.
+
+    Args:
+        nbytes: size in bytes, the same on every rank.
+    """
+    return np.zeros(nbytes, dtype=np.uint8)
+
+
+def _submit(
+    process_set: ProcessSet,
+    request: Request,
+    name: str | None,
+    inputs: Sequence[Array],
+    outputs: Sequence[Array | None],
+) -> Handle:
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"{request.kind}: name must be a string, not {type(name).__name__}.")
+    current = engine()
+    ranks = process_set.require_ranks()
+    if current.rank not in ranks:
+        raise ValueError(
+            f"{request.kind}: rank {current.rank} is not in the process set {list(ranks)}."
+        )
+    assert process_set.process_set_id is not None
+    return current.submit(
+        process_set.process_set_id, request, name or None, list(inputs), list(outputs)
+    )
+
+
+def _dtypes(arrays: Sequence[Array], dtypes: Sequence[DType] | None) -> list[DType]:
+    return [DType.of(array) for array in arrays] if dtypes is None else list(dtypes)
+
+
+def _shapes(arrays: Sequence[Array]) -> tuple[tuple[int, ...], ...]:
+    return tuple(array.shape for array in arrays)
+
+
+def _index(value: SupportsIndex, what: str) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{what} must be integer, not {type(value).__name__}.") from None
+
+
+def _refuse_scalars(kind: Kind, arrays: Sequence[Array]) -> None:
+    for array in arrays:
+        if array.ndim == 0:
+            raise ValueError(
+                f"{kind}: a tensor without dimensions has no first dimension to work along; "
+                "reshape it to (1,)."
+            )
+
+
+def _check_reduction(dtypes: Sequence[DType], op: ReduceOp) -> None:
+    for dtype in dtypes:
+        if dtype is DType.BOOL and op is ReduceOp.AVERAGE:
+            raise TypeError("The average of bool is not defined: use Sum, Min, Max or Product.")
+        if dtype.is_complex and op in (ReduceOp.MIN, ReduceOp.MAX):
+            raise TypeError(f"Complex numbers have no order, so {op} of {dtype} is not defined.")
+    if op is ReduceOp.ADASUM:
+        raise NotImplementedError("Adasum is not there yet; use Average or Sum.")

@@ -1,0 +1,374 @@
+"""Every knob, declared once: its name, type, default, meaning and environment variables.
+
+A knob `X` is set by `HVDLITE_X`, and by `HOROVOD_X` where Horovod has the same knob. The first
+wins; a warning says so when both are set and differ. An empty value counts as unset. What is
+malformed is refused rather than guessed at, and so is an unknown `HVDLITE_` variable: a typo
+in a knob must not quietly leave the default in force.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from .exceptions import SettingsError
+
+__all__ = ["Settings", "Transport", "settings_table"]
+
+Transport = Literal["auto", "ring", "mpi", "shared_memory"]
+
+_OURS = "HVDLITE_"
+_THEIRS = "HOROVOD_"
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """How a knob's text is read: `read` raises ValueError for what `accepts` does not cover."""
+
+    accepts: str
+    read: Callable[[str], object]
+    show: Callable[[Any], str] = str
+
+
+@dataclass(frozen=True)
+class _Spelling:
+    variable: str
+    inverted: bool = False
+
+
+@dataclass(frozen=True)
+class _Knob:
+    kind: _Kind
+    doc: str
+    spellings: tuple[_Spelling, ...]
+    """In order of precedence."""
+
+
+def _read_bool(text: str) -> bool:
+    word = text.lower()
+    if word in ("true", "yes", "on"):
+        return True
+    if word in ("false", "no", "off"):
+        return False
+    if re.fullmatch(r"[+-]?[0-9]{1,18}", word):
+        return int(word) > 0
+    raise ValueError
+
+
+def _whole_number(text: str) -> int:
+    # int() would also take 1_000, other scripts' digits and numbers no byte count can have.
+    if not re.fullmatch(r"\+?[0-9]{1,18}", text):
+        raise ValueError
+    return int(text)
+
+
+def _show_bytes(count: int) -> str:
+    for unit, size in (("MiB", 2**20), ("KiB", 2**10)):
+        if count and count % size == 0:
+            return f"{count} ({count // size} {unit})"
+    return str(count)
+
+
+def _integer(unit: str, minimum: int = 0, show: Callable[[Any], str] = str) -> _Kind:
+    def read(text: str) -> int:
+        value = _whole_number(text)
+        if value < minimum:
+            raise ValueError
+        return value
+
+    return _Kind(f"a whole number of {unit}, {minimum} or more", read, show)
+
+
+def _duration(unit: str, *, zero: bool) -> _Kind:
+    def read(text: str) -> float:
+        # float() would also take nan, 1_000 and other scripts' digits.
+        if not re.fullmatch(r"\+?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text):
+            raise ValueError
+        value = float(text)
+        if math.isinf(value) or (value == 0 and not zero):
+            raise ValueError
+        return value
+
+    least = "0 or more" if zero else "more than 0"
+    return _Kind(f"a number of {unit}, {least}", read, lambda value: f"{value:g}")
+
+
+def _choice(*words: str) -> _Kind:
+    def read(text: str) -> str:
+        if text.lower() not in words:
+            raise ValueError
+        return text.lower()
+
+    return _Kind(f"one of {', '.join(words)}", read)
+
+
+def _read_cores(text: str) -> tuple[int, ...]:
+    return tuple(_whole_number(part.strip()) for part in text.split(","))
+
+
+_BOOL = _Kind("1 or 0, true or false, yes or no, on or off", _read_bool, lambda on: str(int(on)))
+_NAME = _Kind("a name", str, lambda value: "unset" if value is None else str(value))
+_CORES = _Kind("core numbers separated by commas", _read_cores, lambda _: "unset")
+
+
+def _knob(
+    default: object,
+    kind: _Kind,
+    suffix: str,
+    doc: str,
+    *,
+    horovod: bool = True,
+    inverse: str | None = None,
+) -> Any:
+    """Declare a knob; `inverse` is the suffix of the variables that say the opposite."""
+    spellings = [_Spelling(_OURS + suffix)]
+    if inverse is not None:
+        spellings += [_Spelling(prefix + inverse, inverted=True) for prefix in (_OURS, _THEIRS)]
+    elif horovod:
+        spellings.append(_Spelling(_THEIRS + suffix))
+    knob = _Knob(kind, doc, tuple(spellings))
+    return dataclasses.field(default=default, metadata={"knob": knob})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The knobs of one process. Ranks of a job should agree on them."""
+
+    fusion_threshold: int = _knob(
+        64 * 2**20,
+        _integer("bytes", show=_show_bytes),
+        "FUSION_THRESHOLD",
+        "Tensors are fused into one buffer up to this many bytes; 0 turns fusion off.",
+    )
+    cycle_time: float = _knob(
+        1.0,
+        _duration("milliseconds", zero=True),
+        "CYCLE_TIME",
+        "Milliseconds of the longest pause between two rounds that find nothing ready.",
+    )
+    cache_capacity: int = _knob(
+        1024,
+        _integer("requests"),
+        "CACHE_CAPACITY",
+        "Requests that the ranks remember and announce by one bit; 0 turns the cache off.",
+    )
+    stall_check: bool = _knob(
+        True,
+        _BOOL,
+        "STALL_CHECK",
+        "Watch for tensors that some ranks never submit.",
+        inverse="STALL_CHECK_DISABLE",
+    )
+    stall_warning_time: float = _knob(
+        60.0,
+        _duration("seconds", zero=False),
+        "STALL_CHECK_TIME_SECONDS",
+        "Seconds that a tensor waits for other ranks before a warning names them.",
+    )
+    stall_shutdown_time: float = _knob(
+        0.0,
+        _duration("seconds", zero=True),
+        "STALL_SHUTDOWN_TIME_SECONDS",
+        "Seconds that a tensor waits before the job is given up; 0: for ever.",
+    )
+    hostname: str | None = _knob(
+        None,
+        _NAME,
+        "HOSTNAME",
+        "Name of this host, in place of the system's: ranks of equal names share a host.",
+    )
+    thread_affinity: tuple[int, ...] | None = _knob(
+        None,
+        _CORES,
+        "THREAD_AFFINITY",
+        "Cores of the background threads, one for each local rank: `0,1`.",
+    )
+    dynamic_process_sets: bool = _knob(
+        True,
+        _BOOL,
+        "DYNAMIC_PROCESS_SETS",
+        "Accepted for compatibility: process sets can always be added and removed.",
+    )
+    log_level: str = _knob(
+        "warning",
+        _choice("trace", "debug", "info", "warning", "error", "fatal"),
+        "LOG_LEVEL",
+        "Least severe messages shown: trace, debug, info, warning, error or fatal.",
+    )
+    log_hide_time: bool = _knob(False, _BOOL, "LOG_HIDE_TIME", "Log without the time of day.")
+    # Ruff does not see that a Literal is immutable.
+    transport: Transport = _knob(  # noqa: RUF009
+        "auto",
+        _choice("auto", "ring", "mpi", "shared_memory"),
+        "TRANSPORT",
+        "How data moves: auto, ring, mpi or shared_memory.",
+        horovod=False,
+    )
+    segment_bytes: int = _knob(
+        256 * 2**10,
+        # A segment must hold one element of the widest type.
+        _integer("bytes", minimum=16, show=_show_bytes),
+        "SEGMENT_BYTES",
+        "Bytes of the pieces in which a ring sends and sums at the same time.",
+        horovod=False,
+    )
+    small_bytes: int = _knob(
+        16 * 2**10,
+        _integer("bytes", show=_show_bytes),
+        "SMALL_BYTES",
+        "Buffers below this many bytes are left to MPI's own collective (transport auto).",
+        horovod=False,
+    )
+    abort_on_exception: bool = _knob(
+        True,
+        _BOOL,
+        "ABORT_ON_EXCEPTION",
+        "End the whole job when one rank fails or leaves early.",
+        horovod=False,
+    )
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Settings:
+        """Read the knobs from environment variables.
+
+        Args:
+            environ: the variables; those of this process by default.
+
+        Returns:
+            The settings, with the defaults for what is not set.
+
+        Raises:
+            SettingsError: a value is malformed, or there is no such `HVDLITE_` variable.
+        """
+        given = {name: text.strip() for name, text in environ.items() if text.strip()}
+        values: dict[str, Any] = {}
+        known = []
+        for name, knob in _knobs():
+            known += [spelling.variable for spelling in knob.spellings]
+            found = [
+                (spelling.variable, _read(spelling, knob.kind, given[spelling.variable]))
+                for spelling in knob.spellings
+                if spelling.variable in given
+            ]
+            if found:
+                values[name] = found[0][1]
+                _warn_of_conflicts(found, given)
+        _refuse_unknown(given, known)
+        _warn_of_ignored(given, known)
+        return cls(**values)
+
+
+def _knobs() -> Iterable[tuple[str, _Knob]]:
+    return ((field.name, field.metadata["knob"]) for field in dataclasses.fields(Settings))
+
+
+def _read(spelling: _Spelling, kind: _Kind, text: str) -> object:
+    try:
+        value = kind.read(text)
+    except ValueError:
+        raise SettingsError(
+            f"{spelling.variable} is {text!r}, but it must be {kind.accepts}"
+        ) from None
+    return not value if spelling.inverted else value
+
+
+def _warn(text: str) -> None:
+    # Points at the caller of from_environment, which is two calls away.
+    warnings.warn(text, stacklevel=4)
+
+
+def _warn_of_conflicts(found: list[tuple[str, object]], given: Mapping[str, str]) -> None:
+    winner, value = found[0]
+    losers = [variable for variable, other in found[1:] if other != value]
+    if losers:
+        others = " and ".join(f"{loser}={given[loser]}" for loser in losers)
+        _warn(f"{winner}={given[winner]} is in force; {others} is ignored")
+
+
+# Variables of the project's own that are no knobs.
+_NO_KNOBS = ("HVDLITE_LAUNCHER_", "HVDLITE_TEST_")
+
+
+def _refuse_unknown(given: Mapping[str, str], known: list[str]) -> None:
+    unknown = sorted(
+        name
+        for name in given
+        if name.startswith(_OURS) and name not in known and not name.startswith(_NO_KNOBS)
+    )
+    if unknown:
+        ours = [name for name in known if name.startswith(_OURS)]
+        raise SettingsError(f"hvdlite has no setting {_suggest(unknown, ours)}")
+
+
+# Horovod's variables for features that hvdlite does not have yet: their users should know.
+_NOT_YET = frozenset(
+    _THEIRS + suffix
+    for suffix in """
+    AUTOTUNE AUTOTUNE_LOG AUTOTUNE_WARMUP_SAMPLES AUTOTUNE_STEPS_PER_SAMPLE
+    AUTOTUNE_BAYES_OPT_MAX_SAMPLES AUTOTUNE_GAUSSIAN_PROCESS_NOISE
+    TIMELINE TIMELINE_MARK_CYCLES ELASTIC
+    """.split()
+)
+
+# Horovod's variables that can be ignored without loss: its launchers', its build's, and those
+# of devices, libraries and algorithms that hvdlite does without.
+_MEANINGLESS = frozenset(
+    _THEIRS + suffix
+    for suffix in """
+    HIERARCHICAL_ALLREDUCE HIERARCHICAL_ALLGATHER TORUS_ALLREDUCE MPI_THREADS_DISABLE
+    CONTROLLER CPU_OPERATIONS GLOO_TIMEOUT_SECONDS GLOO_IFACE ELASTIC_TIMEOUT START_TIMEOUT
+    DISABLE_GROUP_FUSION ADASUM_MPI_CHUNK_SIZE BATCH_D2D_MEMCOPIES NUM_NCCL_STREAMS
+    ENABLE_ASYNC_COMPLETION ENABLE_XLA_OPS DISABLE_NVTX_RANGES CCL_CACHE
+    RANK SIZE LOCAL_RANK LOCAL_SIZE CROSS_RANK CROSS_SIZE
+    SECRET_KEY GLOO_RENDEZVOUS_ADDR GLOO_RENDEZVOUS_PORT
+    WITH_TENSORFLOW WITH_PYTORCH WITH_MXNET WITH_MPI WITH_GLOO WITH_NVTX
+    WITHOUT_TENSORFLOW WITHOUT_PYTORCH WITHOUT_MXNET WITHOUT_MPI WITHOUT_GLOO WITHOUT_NVTX
+    GPU GPU_OPERATIONS GPU_ALLREDUCE GPU_ALLGATHER GPU_BROADCAST GPU_ALLTOALL GPU_REDUCESCATTER
+    ALLOW_MIXED_GPU_IMPL CUDA_HOME BUILD_CUDA_CC_LIST NCCL_HOME NCCL_INCLUDE NCCL_LIB NCCL_LINK
+    ROCM_HOME NVTX_INCLUDE BUILD_ARCH_FLAGS CMAKE SKIP_COMPILE DEBUG LOCAL_VERSION
+    """.split()
+)
+
+
+def _warn_of_ignored(given: Mapping[str, str], known: list[str]) -> None:
+    theirs = [name for name in given if name.startswith(_THEIRS) and name not in known]
+    # A feature that is switched off is not missed.
+    early = sorted(name for name in _NOT_YET.intersection(theirs) if given[name] != "0")
+    if early:
+        _warn(f"hvdlite cannot do this yet and ignores {', '.join(early)}")
+    unknown = sorted(set(theirs) - _NOT_YET - _MEANINGLESS)
+    if unknown:
+        candidates = [name for name in known if name.startswith(_THEIRS)]
+        _warn(f"hvdlite does not know and ignores {_suggest(unknown, candidates)}")
+
+
+def _suggest(unknown: list[str], candidates: list[str]) -> str:
+    texts = []
+    for name in unknown:
+        # Prefixes are alike anyway: compare what comes after them.
+        prefix = _OURS if name.startswith(_OURS) else _THEIRS
+        suffixes = [candidate.removeprefix(prefix) for candidate in candidates]
+        close = difflib.get_close_matches(name.removeprefix(prefix), suffixes, n=1)
+        texts.append(f"{name} (did you mean {prefix}{close[0]}?)" if close else name)
+    return ", ".join(texts)
+
+
+def settings_table() -> str:
+    """Render all knobs as a Markdown table, for the documentation."""
+    lines = ["| variable | default | meaning |", "|---|---|---|"]
+    defaults = Settings()
+    for name, knob in _knobs():
+        spellings = [
+            f"`{spelling.variable}`" + (" (the opposite)" if spelling.inverted else "")
+            for spelling in knob.spellings
+        ]
+        default = knob.kind.show(getattr(defaults, name))
+        lines.append(f"| {', '.join(spellings)} | {default} | {knob.doc} |")
+    return "\n".join(lines) + "\n"

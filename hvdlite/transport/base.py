@@ -1,0 +1,134 @@
+"""What the engine needs of a communicator and of a transport, and nothing more.
+
+Everything here is non-blocking. A transport operation is a generator: it yields whatever
+request it waits for and is resumed once that request has completed, so one thread can keep
+many operations in flight and none of them can hold up the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from typing import Protocol, TypeAlias, TypeVar
+
+from .types import Array, DType, ReduceOp
+
+__all__ = ["Communicator", "Finish", "Operation", "Pending", "Transport"]
+
+T = TypeVar("T")
+
+
+class Pending(Protocol):
+    """A communication in progress; `mpi4py.MPI.Request` is one."""
+
+    def Test(self) -> bool:
+        """Make progress and return whether the communication has completed."""
+        ...
+
+
+Operation: TypeAlias = Generator[Pending, None, T]
+"""Yields what it waits for; returns its result when done."""
+
+Finish: TypeAlias = Callable[[Array], None]
+"""Applied in place to a fully reduced piece, on the rank that reduced it, before it is shared."""
+
+
+class Communicator(Protocol):
+    """A private group of ranks. All data are C-contiguous NumPy arrays.
+
+    The collective methods must be called in the same order on every rank; point-to-point
+    messages of one (source, tag) arrive in the order in which they were sent.
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def isend(self, data: Array, dest: int, tag: int) -> Pending: ...
+
+    def irecv(self, data: Array, source: int, tag: int) -> Pending: ...
+
+    def probe(self, source: int, tag: int) -> int | None:
+        """Return the bytes of the next message from `source` with `tag`, None without one."""
+        ...
+
+    def iband(self, words: Array) -> Pending:
+        """Combine uint64 words of all ranks by bitwise AND, in place."""
+        ...
+
+    def iallreduce(self, data: Array, dtype: DType, op: ReduceOp) -> Pending:
+        """Reduce in place with the library's own collective; only where `reduces` says so."""
+        ...
+
+    def reduces(self, dtype: DType, op: ReduceOp) -> bool:
+        """Whether `iallreduce` can reduce these elements."""
+        ...
+
+    def iallgather(self, send: Array, recv: Array) -> Pending:
+        """Gather equally many bytes from every rank: recv holds size x send."""
+        ...
+
+    def ibcast(self, data: Array, root: int) -> Pending: ...
+
+    def ibarrier(self) -> Pending: ...
+
+    def duplicate(self) -> Communicator:
+        """Return a communicator of the same ranks with its own traffic (collective, blocking)."""
+        ...
+
+    def subset(self, ranks: Sequence[int]) -> Communicator | None:
+        """Return a communicator of these ranks in this order, None on the others (collective)."""
+        ...
+
+    def free(self) -> None: ...
+
+
+class Transport(Protocol):
+    """Moves and combines flat, C-contiguous arrays among the ranks of one communicator.
+
+    Operations are started (their first `next`) in the same order on every rank; after that
+    they may interleave in any way. `tag` is the same on every rank and unique among the
+    operations in flight. Lengths are counted in elements of `dtype`.
+    """
+
+    def allreduce(
+        self, buffer: Array, dtype: DType, op: ReduceOp, finish: Finish | None, tag: int
+    ) -> Operation[None]:
+        """Reduce in place; every rank ends with bit-identical contents."""
+        ...
+
+    def reduce_scatter(
+        self,
+        buffer: Array,
+        counts: Sequence[int],
+        dtype: DType,
+        op: ReduceOp,
+        finish: Finish | None,
+        tag: int,
+    ) -> Operation[None]:
+        """Reduce so that this rank's piece of `buffer` is complete; the rest is scratch after."""
+        ...
+
+    def allgather(
+        self, buffer: Array, counts: Sequence[int], dtype: DType, tag: int
+    ) -> Operation[None]:
+        """Fill `buffer`, in which this rank's piece is in place already; counts[r] is rank r's."""
+        ...
+
+    def broadcast(self, buffer: Array, root: int, tag: int) -> Operation[None]: ...
+
+    def alltoall(
+        self,
+        send: Array,
+        send_counts: Sequence[int],
+        recv: Array,
+        recv_counts: Sequence[int],
+        tag: int,
+    ) -> Operation[None]: ...
+
+    def barrier(self, tag: int) -> Operation[None]: ...
+
+    def close(self) -> None:
+        """Release what the transport holds (collective, after its last operation)."""
+        ...

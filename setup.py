@@ -1,0 +1,5 @@
+"""Builds hvdlite; everything there is to say stands in pyproject.toml."""
+
+from setuptools import setup
+
+setup()

@@ -1,0 +1,252 @@
+"""What the engine does when ranks leave, stop or disagree about process sets; no real time."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from hvdlite.engine.engine import GLOBAL_SET, Engine, EngineOptions
+from hvdlite.engine.requests import Kind, Request
+from hvdlite.engine.stall import StallLimits
+from hvdlite.exceptions import (
+    DuplicateNameError,
+    HvdliteInternalError,
+    HvdliteTimeoutError,
+    MismatchError,
+)
+from hvdlite.settings import Settings
+from hvdlite.transport.auto import make_transport
+from hvdlite.transport.types import DType, ReduceOp
+
+from .fake_mpi import FakeWorld, random_scheduler
+
+SIZES = [2, 3, 5]
+
+
+class Job:
+    """Engines of all ranks in one thread, with a clock that moves when they are stepped."""
+
+    def __init__(self, size, seed=0, stall=None, capacity=16, tick=0.001):
+        self.now = 0.0
+        self.tick = tick
+        self.order = random.Random(seed)
+        self.world = FakeWorld(size, random_scheduler(seed))
+        options = EngineOptions(1 << 20, capacity, 0.001, stall)
+        data = [comm.duplicate() for comm in self.world.communicators]
+        self.engines = [
+            Engine(
+                comm,
+                data[r],
+                lambda comm: make_transport(comm, Settings()),
+                options,
+                clock=lambda: self.now,
+            )
+            for r, comm in enumerate(self.world.communicators)
+        ]
+        self.stopped: set[int] = set()
+
+    def submit(self, rank, name, shape=(2,), kind=Kind.ALLREDUCE, set_id=GLOBAL_SET, splits=()):
+        is_change = kind in (Kind.ADD_PROCESS_SET, Kind.REMOVE_PROCESS_SET)
+        if is_change:
+            request = Request(kind, splits=splits)
+            return self.engines[rank].submit(set_id, request, None, [], [])
+        data = np.full(shape, rank + 1.0)
+        request = Request(kind, (DType.FLOAT64,), (shape,), ReduceOp.SUM)
+        return self.engines[rank].submit(set_id, request, name, [data], [np.empty_like(data)])
+
+    def run(self, done, limit=100_000):
+        alive = [r for r in range(len(self.engines)) if r not in self.stopped]
+        for _ in range(limit):
+            if done():
+                return
+            self.engines[self.order.choice(alive)].step()
+            self.now += self.tick
+        raise AssertionError("hangs")
+
+    def leave(self, rank, reason="done"):
+        self.engines[rank]._closing = reason
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("seed", range(20))
+def test_what_needs_a_rank_that_has_left_fails_with_its_reason(size, seed):
+    job = Job(size, seed)
+    handles = [job.submit(r, "common") for r in range(size)]
+    lonely = [job.submit(r, "lonely") for r in range(size - 1)]
+    job.leave(size - 1, "its process exited")
+    job.run(lambda: all(h.done() for h in [*handles, *lonely]))
+    for handle in handles:
+        np.testing.assert_array_equal(handle.wait()[0], [size * (size + 1) / 2] * 2)
+    for handle in lonely:
+        with pytest.raises(HvdliteInternalError, match="has been shut down") as caught:
+            handle.wait()
+        assert f"rank {size - 1}: its process exited" in str(caught.value)
+    late = job.submit(0, "late")
+    job.run(late.done)
+    with pytest.raises(HvdliteInternalError, match="has been shut down"):
+        late.wait()
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("seed", range(20))
+def test_ranks_that_leave_with_different_things_pending_do_not_wait_for_each_other(size, seed):
+    job = Job(size, seed)
+    handles = [job.submit(r, f"mine{r}") for r in range(size)]
+    for rank in range(size):
+        job.leave(rank)
+    job.run(lambda: all(engine._closed() for engine in job.engines))
+    for handle in handles:
+        with pytest.raises(HvdliteInternalError):
+            handle.wait()
+    job.world.check_quiet()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_rank_that_leaves_early_waits_for_what_the_others_are_about_to_submit(size):
+    job = Job(size)
+    first = job.submit(0, "a")
+    job.leave(0)
+    for _ in range(50):
+        job.engines[0].step()
+    rest = [job.submit(r, "a") for r in range(1, size)]
+    job.run(lambda: all(h.done() for h in [first, *rest]))
+    for handle in [first, *rest]:
+        np.testing.assert_array_equal(handle.wait()[0], [size * (size + 1) / 2] * 2)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_stall_is_reported_with_tensors_and_missing_ranks(seed, caplog, monkeypatch):
+    monkeypatch.setattr("hvdlite.log.logger.propagate", True)
+    job = Job(3, seed, StallLimits(60, 0), tick=0.05)
+    handles = [job.submit(r, "w") for r in (0, 2)]
+    job.run(lambda: any("not submitted by rank 1" in t for t in caplog.messages))
+    text = next(t for t in caplog.messages if "not submitted by rank 1" in t)
+    assert "'w'" in text and "Stall" in text
+    assert job.now > 60
+    # It is a warning: the collective still works.
+    handles.append(job.submit(1, "w"))
+    job.run(lambda: all(h.done() for h in handles))
+    for handle in handles:
+        np.testing.assert_array_equal(handle.wait()[0], [6.0, 6.0])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_stall_past_the_second_limit_ends_the_job_everywhere(seed):
+    job = Job(3, seed, StallLimits(10, 30), tick=0.05)
+    handles = [job.submit(r, "w") for r in (1, 2)]
+    job.run(lambda: all(h.done() for h in handles) and all(e.failed for e in job.engines))
+    for handle in handles:
+        with pytest.raises(HvdliteInternalError, match="'w'.*not submitted by rank 0"):
+            handle.wait()
+    with pytest.raises(HvdliteInternalError, match="not submitted by rank 0"):
+        job.submit(0, "w")
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_rank_that_does_not_even_answer_is_named(stopped, caplog, monkeypatch):
+    monkeypatch.setattr("hvdlite.log.logger.propagate", True)
+    job = Job(3, 1, StallLimits(10, 0), tick=0.05)
+    job.stopped.add(stopped)
+    job.world.drop(stopped)
+    for rank in {0, 1, 2} - {stopped}:
+        job.submit(rank, "w")
+    job.run(lambda: any("answer" in t for t in caplog.messages))
+    text = next(t for t in caplog.messages if "answer" in t)
+    assert f"rank {stopped}" in text and "'w'" in text
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_duplicate_name_hurts_nobody_else(seed):
+    job = Job(2, seed)
+    first = job.submit(0, "w")
+    with pytest.raises(DuplicateNameError, match=r"Rank 0.*'w'.*same name"):
+        job.submit(0, "w")
+    other = job.submit(1, "w")
+    job.run(lambda: first.done() and other.done())
+    np.testing.assert_array_equal(first.wait()[0], [3.0, 3.0])
+    again = [job.submit(r, "w") for r in range(2)]
+    job.run(lambda: all(h.done() for h in again))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("seed", range(20))
+def test_process_sets_come_and_go_while_others_work(size, seed):
+    job = Job(size, seed)
+    for turn in range(3):
+        ranks = tuple(range(turn % size, size))
+        adding = [job.submit(r, None, kind=Kind.ADD_PROCESS_SET, splits=ranks) for r in range(size)]
+        background = [job.submit(r, f"b{turn}") for r in reversed(range(size))]
+        job.run(lambda a=adding: all(h.done() for h in a))
+        (set_id,) = {h.wait() for h in adding}
+        inside = {r: job.submit(r, "w", set_id=set_id) for r in ranks}
+        lonely = job.submit(ranks[0], "lonely", set_id=set_id) if len(ranks) > 1 else None
+        job.run(lambda i=inside: all(h.done() for h in i.values()))
+        for handle in inside.values():
+            np.testing.assert_array_equal(handle.wait()[0], [sum(r + 1.0 for r in ranks)] * 2)
+        removing = [
+            job.submit(r, None, kind=Kind.REMOVE_PROCESS_SET, splits=(set_id,)) for r in range(size)
+        ]
+        everything = [*removing, *background, *([lonely] if lonely else [])]
+        job.run(lambda e=everything: all(h.done() for h in e))
+        if lonely:
+            with pytest.raises(HvdliteInternalError, match="removed"):
+                lonely.wait()
+        job.run(lambda s=set_id: all(s not in e.channels for e in job.engines))
+    for rank in range(size):
+        job.leave(rank)
+    job.run(lambda: all(engine._closed() for engine in job.engines))
+    job.world.check_quiet()
+
+
+def test_different_process_sets_are_a_mismatch_on_every_rank():
+    job = Job(3)
+    handles = [
+        job.submit(r, None, kind=Kind.ADD_PROCESS_SET, splits=(0, 1 + r % 2)) for r in range(3)
+    ]
+    job.run(lambda: all(h.done() for h in handles))
+    texts = set()
+    for handle in handles:
+        with pytest.raises(MismatchError, match="Mismatched process set") as caught:
+            handle.wait()
+        texts.add(str(caught.value))
+    assert len(texts) == 1
+
+
+def test_a_wait_with_a_timeout_ends_and_the_collective_goes_on():
+    job = Job(2)
+    handle = job.submit(0, "w")
+    with pytest.raises(HvdliteTimeoutError, match="'w'.*rank 0"):
+        handle.wait(timeout=0.01)
+    other = job.submit(1, "w")
+    job.run(lambda: handle.done() and other.done())
+    np.testing.assert_array_equal(handle.wait()[0], [3.0, 3.0])
+
+
+def test_ranks_that_wait_for_different_tensors_slow_down():
+    job = Job(2, tick=1e-4)
+    job.submit(0, "a")
+    job.submit(1, "b")
+    job.run(lambda: job.now > 1.0)
+    first = job.engines[0].counters.rounds
+    # 1 ms at first, then a twentieth of the time waited, up to 5 ms.
+    assert 150 < first < 400
+    job.run(lambda: job.now > 3.0)
+    assert job.engines[0].counters.rounds - first < 500
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_an_internal_error_fails_what_is_in_flight_and_what_comes(seed, monkeypatch):
+    job = Job(2, seed)
+    handle = job.submit(0, "w")
+
+    def broken(now):
+        raise RuntimeError("broken by the test")
+
+    monkeypatch.setattr(job.engines[0].channels[GLOBAL_SET], "advance", broken)
+    job.engines[0].step()
+    with pytest.raises(HvdliteInternalError, match="failed on rank 0: RuntimeError: broken by"):
+        handle.wait()
+    with pytest.raises(HvdliteInternalError, match="broken by the test"):
+        job.submit(0, "x")
