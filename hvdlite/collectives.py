@@ -18,6 +18,7 @@ from .engine import submit
 from .engine.submissions import Handle
 from .process_sets import ProcessSet, global_process_set
 from .transport.types import Array, DType, ReduceOp
+from .world import attended
 
 __all__ = [
     "allgather",
@@ -132,9 +133,10 @@ def allreduce(
         MismatchError: the ranks passed different things (on every rank).
         HvdliteInternalError: a peer left, or the engine was shut down.
     """
-    return allreduce_async(  # type: ignore[no-any-return]
-        array, average, name, op, prescale_factor, postscale_factor, process_set
-    ).wait()
+    with attended():
+        return allreduce_async(  # type: ignore[no-any-return]
+            array, average, name, op, prescale_factor, postscale_factor, process_set
+        ).wait()
 
 
 def allreduce_async(
@@ -163,9 +165,10 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> Array:
     """Do an `allreduce` in place. Returns the array."""
-    return allreduce_async_(  # type: ignore[no-any-return]
-        array, average, name, op, prescale_factor, postscale_factor, process_set
-    ).wait()
+    with attended():
+        return allreduce_async_(  # type: ignore[no-any-return]
+            array, average, name, op, prescale_factor, postscale_factor, process_set
+        ).wait()
 
 
 def allreduce_async_(
@@ -194,9 +197,10 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[Array]:
     """Do an `allreduce` of several arrays, which become ready together."""
-    return grouped_allreduce_async(  # type: ignore[no-any-return]
-        arrays, average, name, op, prescale_factor, postscale_factor, process_set
-    ).wait()
+    with attended():
+        return grouped_allreduce_async(  # type: ignore[no-any-return]
+            arrays, average, name, op, prescale_factor, postscale_factor, process_set
+        ).wait()
 
 
 def grouped_allreduce_async(
@@ -235,9 +239,10 @@ def grouped_allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> list[Array]:
     """Do a `grouped_allreduce` in place. Returns the arrays."""
-    return grouped_allreduce_async_(  # type: ignore[no-any-return]
-        arrays, average, name, op, prescale_factor, postscale_factor, process_set
-    ).wait()
+    with attended():
+        return grouped_allreduce_async_(  # type: ignore[no-any-return]
+            arrays, average, name, op, prescale_factor, postscale_factor, process_set
+        ).wait()
 
 
 def grouped_allreduce_async_(
@@ -284,7 +289,8 @@ def allgather(
         MismatchError: the other dimensions or the types differ (on every rank).
         HvdliteInternalError: a peer left, or the engine was shut down.
     """
-    return allgather_async(array, name, process_set).wait()  # type: ignore[no-any-return]
+    with attended():
+        return allgather_async(array, name, process_set).wait()  # type: ignore[no-any-return]
 
 
 def allgather_async(
@@ -300,7 +306,8 @@ def grouped_allgather(
     process_set: ProcessSet = global_process_set,
 ) -> list[Array]:
     """Do an `allgather` of several arrays, which become ready together."""
-    return grouped_allgather_async(arrays, name, process_set).wait()  # type: ignore[no-any-return]
+    with attended():
+        return grouped_allgather_async(arrays, name, process_set).wait()  # type: ignore[no-any-return]
 
 
 def grouped_allgather_async(
@@ -339,7 +346,8 @@ def broadcast(
         MismatchError: shapes, types or roots differ (on every rank).
         HvdliteInternalError: a peer left, or the engine was shut down.
     """
-    return broadcast_async(array, root_rank, name, process_set).wait()  # type: ignore[no-any-return]
+    with attended():
+        return broadcast_async(array, root_rank, name, process_set).wait()  # type: ignore[no-any-return]
 
 
 def broadcast_async(
@@ -361,7 +369,8 @@ def broadcast_(
     process_set: ProcessSet = global_process_set,
 ) -> Array:
     """Do a `broadcast` in place. Returns the array."""
-    return broadcast_async_(array, root_rank, name, process_set).wait()  # type: ignore[no-any-return]
+    with attended():
+        return broadcast_async_(array, root_rank, name, process_set).wait()  # type: ignore[no-any-return]
 
 
 def broadcast_async_(
@@ -413,7 +422,8 @@ def alltoall(
         MismatchError: the other dimensions or the types differ (on every rank).
         HvdliteInternalError: a peer left, or the engine was shut down.
     """
-    return alltoall_async(array, splits, name, process_set).wait()  # type: ignore[no-any-return]
+    with attended():
+        return alltoall_async(array, splits, name, process_set).wait()  # type: ignore[no-any-return]
 
 
 def alltoall_async(
@@ -463,9 +473,10 @@ def reducescatter(
         MismatchError: the ranks passed different things (on every rank).
         HvdliteInternalError: a peer left, or the engine was shut down.
     """
-    return reducescatter_async(  # type: ignore[no-any-return]
-        array, name, op, process_set, prescale_factor, postscale_factor
-    ).wait()
+    with attended():
+        return reducescatter_async(  # type: ignore[no-any-return]
+            array, name, op, process_set, prescale_factor, postscale_factor
+        ).wait()
 
 
 def reducescatter_async(
@@ -492,9 +503,10 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[Array]:
     """Do a `reducescatter` of several arrays, which become ready together."""
-    return grouped_reducescatter_async(  # type: ignore[no-any-return]
-        arrays, name, op, process_set, prescale_factor, postscale_factor
-    ).wait()
+    with attended():
+        return grouped_reducescatter_async(  # type: ignore[no-any-return]
+            arrays, name, op, process_set, prescale_factor, postscale_factor
+        ).wait()
 
 
 def grouped_reducescatter_async(
@@ -525,7 +537,8 @@ def grouped_reducescatter_async(
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Wait until every rank of the process set has called this."""
-    submit.submit_barrier(process_set=process_set).wait()
+    with attended():
+        submit.submit_barrier(process_set=process_set).wait()
 
 
 def join(device: int = -1) -> int:

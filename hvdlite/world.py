@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -97,6 +98,11 @@ def current() -> World:
 def engine() -> Engine:
     """Return the engine of this process, or raise NotInitializedError."""
     return current().engine
+
+
+def attended() -> AbstractContextManager[None]:
+    """Return a context in which the calling thread is going to wait for what it submits."""
+    return current().engine.attended()
 
 
 def init(
@@ -191,6 +197,7 @@ def _leave_at_exit() -> None:
     state = _world
     if state is None or not state.engine.is_mine:
         return
+    faults.abort_if_exiting_badly(state.engine)
     if state.engine.failed:
         # The others may wait for this rank inside MPI, where finalizing would join them.
         faults.abort_if_parallel(state.engine)

@@ -7,12 +7,13 @@ scheduled; whoever holds the drive lock is the engine.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ..exceptions import DuplicateNameError, HvdliteInternalError, HvdliteTimeoutError
@@ -76,6 +77,7 @@ class Engine:
         self.channels: dict[int, Channel] = {}
         self.members: dict[int, tuple[int, ...]] = {}
         """Ranks of every process set, whether this rank belongs to it or not."""
+        self.submissions = 0
         self.submitters: set[int] = set()
         """Identifiers of the threads that have submitted anything."""
         self._control = control
@@ -137,6 +139,7 @@ class Engine:
                 if len(self._names) > 4096:
                     self._names = {k: h for k, h in self._names.items() if not h.done()}
                 self._names[set_id, name] = handle
+            self.submissions += 1
             self.submitters.add(threading.get_ident())
             self._submitted.append((set_id, entry))
             self._signal = True
@@ -228,34 +231,44 @@ class Engine:
 
     # -- who drives ---------------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def attended(self) -> Iterator[None]:
+        """Let the background thread sleep: the calling thread is going to wait in here."""
+        with self._lock:
+            self._drivers += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._drivers -= 1
+                if not self._drivers and (self._submitted or not self._quiet()):
+                    self._signal = True
+                    self._wake.notify()
+
+    def _quiet(self) -> bool:
+        return all(channel.quiet for channel in list(self.channels.values()))
+
     def _drive_until(self, done: Callable[[], bool], timeout: float | None = None) -> bool:
         """Drive the engine from the calling thread; return whether `done` came to hold."""
         if done():
             return True
         deadline = None if timeout is None else time.monotonic() + timeout
-        with self._lock:
-            self._drivers += 1
         pacer = Pacer(_DRIVER_BURST)
-        try:
-            with self.counters.waiting:
-                while True:
-                    if self._drive.acquire(blocking=False):
-                        try:
-                            moved = not done() and self.step()
-                        finally:
-                            self._drive.release()
-                        if moved:
-                            pacer.progressed()
-                    if done():
-                        return True
-                    left = 1.0 if deadline is None else deadline - time.monotonic()
-                    if left <= 0:
-                        return False
-                    pacer.pause(left)
-        finally:
-            with self._lock:
-                self._drivers -= 1
-                self._wake.notify()
+        with self.attended(), self.counters.waiting:
+            while True:
+                if self._drive.acquire(blocking=False):
+                    try:
+                        moved = not done() and self.step()
+                    finally:
+                        self._drive.release()
+                    if moved:
+                        pacer.progressed()
+                if done():
+                    return True
+                left = 1.0 if deadline is None else deadline - time.monotonic()
+                if left <= 0:
+                    return False
+                pacer.pause(left)
 
     def _run(self) -> None:
         if self._affinity is not None:

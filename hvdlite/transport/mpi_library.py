@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from typing import Any
@@ -60,7 +61,9 @@ def load() -> Any:
             "hvdlite's shutdown() and init() before MPI.Finalize()."
         )
     if not MPI.Is_initialized():
+        # mpi4py finalizes only what it initialized itself.
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        atexit.register(lambda: MPI.Is_finalized() or MPI.Finalize())
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise HvdliteError(
             "MPI was initialized without MPI_THREAD_MULTIPLE, which hvdlite's background thread "

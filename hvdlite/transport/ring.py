@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, islice
+from itertools import accumulate
 
 import numpy as np
 
@@ -62,15 +62,16 @@ class ScratchPool:
 
 
 class _Either:
-    """Done as soon as one of several communications is."""
+    """Done as soon as one of two communications is."""
 
-    __slots__ = ("_pending",)
+    __slots__ = ("_first", "_second")
 
-    def __init__(self, pending: Sequence[Pending]) -> None:
-        self._pending = pending
+    def __init__(self, first: Pending, second: Pending) -> None:
+        self._first = first
+        self._second = second
 
     def Test(self) -> bool:
-        return any(pending.Test() for pending in self._pending)
+        return self._first.Test() or self._second.Test()
 
 
 @dataclass
@@ -301,6 +302,8 @@ class RingTransport:
         sending: deque[Pending] = deque()
         posted = received = sent = 0
         while True:
+            # Sends are looked after only where something depends on them.
+            blocked = False
             while posted < len(incoming) and len(receiving) < window:
                 start, stop = incoming[posted]
                 target, scratch = buffer[start:stop], None
@@ -310,6 +313,7 @@ class RingTransport:
                 elif combine is not None and sent <= posted - reductions:
                     # This segment comes back into the place from which it was sent, and
                     # segments come back in the order in which they were sent.
+                    blocked = True
                     break
                 receiving.append((comm.irecv(target, source, tag), target, scratch))
                 posted += 1
@@ -328,11 +332,16 @@ class RingTransport:
                 if received < forwarded:
                     outgoing.append(incoming[received])
                 received += 1
-            elif sending and sending[0].Test():
-                sending.popleft()
-                sent += 1
-            elif receiving or sending:
-                yield _Either([*(r[0] for r in islice(receiving, 1)), *islice(sending, 1)])
+            elif sending and (not receiving or blocked or outgoing):
+                if sending[0].Test():
+                    sending.popleft()
+                    sent += 1
+                elif receiving:
+                    yield _Either(receiving[0][0], sending[0])
+                else:
+                    yield sending[0]
+            elif receiving:
+                yield receiving[0][0]
             else:
                 return
 

@@ -32,7 +32,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="run distributed tests on so many ranks only (repeatable; or HVDLITE_TEST_NP=2,4)",
     )
 
-
     if os.environ.get("PYTEST_DISABLE_PLUGIN_AUTOLOAD"):
         parser.addini("timeout", "of pytest-timeout, which ranks do without")
 

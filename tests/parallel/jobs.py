@@ -30,6 +30,7 @@ FOLDER = "HVDLITE_TEST_FOLDER"
 """Variable that tells a job's processes where to write what they have to say."""
 
 _TOKEN = "HVDLITE_TEST_TOKEN"
+_SHARED_MEMORY = Path("/dev/shm")
 _REPOSITORY = Path(__file__).resolve().parents[2]
 # A job that believes it was started by another job's launcher does not start at all.
 _IDENTITY = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MPIEXEC_", "HYDI_")
@@ -132,6 +133,45 @@ def _processes_of(token: str) -> Iterator[int]:
                 yield int(entry.name)
 
 
+class _Segments:
+    """Removes the shared memory that MPI leaves behind when its processes are killed.
+
+    It may be all of a container's 64 MiB after a few tests.
+    """
+
+    def __init__(self) -> None:
+        self._began = time.time()
+        self._own: Path | None = None
+        self.environment: dict[str, str] = {}
+        if _SHARED_MEMORY.is_dir():
+            self._own = Path(tempfile.mkdtemp(prefix="hvdt", dir=_SHARED_MEMORY))
+            self.environment["OMPI_MCA_btl_sm_backing_directory"] = str(self._own)
+
+    def clean(self) -> None:
+        if self._own is None:
+            return
+        shutil.rmtree(self._own, ignore_errors=True)
+        # MPICH has no such setting: what nobody maps and came while the job ran was the job's.
+        found = [path for path in _SHARED_MEMORY.glob("mpich_shm_*") if self._is_ours(path)]
+        if found:
+            mapped = "".join(_read(entry / "maps") for entry in Path("/proc").glob("[0-9]*"))
+            for path in found:
+                if str(path) not in mapped:
+                    path.unlink(missing_ok=True)
+
+    def _is_ours(self, path: Path) -> bool:
+        with contextlib.suppress(FileNotFoundError):
+            status = path.stat()
+            return status.st_uid == os.getuid() and status.st_ctime >= self._began
+        return False
+
+
+def _read(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        return path.read_text(errors="replace")
+    return ""
+
+
 @dataclass(repr=False)
 class JobResult:
     """How a job ended."""
@@ -175,6 +215,8 @@ class Job:
         for name, text in {"jobtools.py": _JOBTOOLS, **(files or {})}.items():
             self.folder.joinpath(name).write_text(text)
         self._token = uuid.uuid4().hex
+        self._segments = _Segments()
+        env = {**(env or {}), **self._segments.environment}
         command = [sys.executable, *arguments]
         if np is not None:
             command = [*_launch(np), *command]
@@ -191,7 +233,7 @@ class Job:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
-                env=_environment(self.folder, self._token, env or {}),
+                env=_environment(self.folder, self._token, env),
                 cwd=cwd or self.folder,
                 start_new_session=True,
             )
@@ -240,6 +282,7 @@ class Job:
     def close(self) -> None:
         """End the job and delete its folder."""
         self.kill()
+        self._segments.clean()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 

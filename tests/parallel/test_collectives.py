@@ -71,6 +71,24 @@ def test_allreduce_sizes(hvd, world, comm, count):
     np.testing.assert_array_equal(result, wanted)
 
 
+@pytest.mark.parametrize("rows", (1, 5000, 150_001))
+def test_sizes_of_the_other_collectives(hvd, world, rows):
+    def make(rank, count=rows):
+        return (np.arange(count * 2) % 1021 + 10_000 * rank).reshape(count, 2).astype(np.float64)
+
+    mine = make(world.rank, rows + world.rank)
+    gathered = np.concatenate([make(rank, rows + rank) for rank in world.ranks])
+    np.testing.assert_array_equal(hvd.allgather(mine), gathered)
+    root = world.size - 1
+    np.testing.assert_array_equal(hvd.broadcast(make(world.rank), root), make(root))
+    base = sum(make(rank, rows * world.size) for rank in world.ranks)
+    result = hvd.reducescatter(make(world.rank, rows * world.size), op=hvd.Sum)
+    np.testing.assert_array_equal(result, base[rows * world.rank :][:rows])
+    parts = [make(rank, rows * world.size)[rows * world.rank :][:rows] for rank in world.ranks]
+    result = hvd.alltoall(make(world.rank, rows * world.size))
+    np.testing.assert_array_equal(result, np.concatenate(parts))
+
+
 @pytest.mark.parametrize("count", (3, 5000, 300_007))
 def test_all_ranks_get_identical_bits(hvd, world, comm, rng, count):
     inputs = [rng.standard_normal(count, np.float32) for _ in world.ranks]
@@ -337,6 +355,14 @@ def test_several_threads_submit_at_once(hvd, world):
     for thread in threads:
         thread.join()
     assert not wrong, wrong
+
+
+def test_handles_that_nobody_waits_for(hvd, world):
+    for step in range(50):
+        hvd.allreduce_async(np.full(100 + step, 1.0), name=f"dropped.{step}", op=hvd.Sum)
+    hvd.barrier()
+    result = hvd.allreduce(np.ones(3), name="after", op=hvd.Sum)
+    assert_equal(result, np.full(3, float(world.size)))
 
 
 @pytest.mark.np(2, 3, 4)

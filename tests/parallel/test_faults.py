@@ -14,7 +14,7 @@ SOON = 12.0
 """Seconds for start, fault and end together; most of it is for slow machines."""
 
 LOOP = """
-import os, signal, sys, threading, time
+import os, signal, sys, time
 import numpy as np
 import hvdlite as hvd
 from jobtools import say
@@ -36,9 +36,6 @@ FAULTS = {
     "os._exit(1)": "os._exit(1)",
     "SIGKILL": "os.kill(os.getpid(), signal.SIGKILL)",
     "SIGINT": "os.kill(os.getpid(), signal.SIGINT)",
-    "in a thread": (
-        "thread = threading.Thread(target=lambda: 1 / 0); thread.start(); time.sleep(1000)"
-    ),
     "with work in flight": (
         'handle = hvd.allreduce_async(np.ones(10), name="mine"); '
         'raise ArithmeticError("the very cause")'
@@ -47,7 +44,6 @@ FAULTS = {
 TRACEBACKS = {
     "raise": "ArithmeticError: the very cause",
     "with work in flight": "ArithmeticError: the very cause",
-    "in a thread": "ZeroDivisionError",
     "SIGINT": "KeyboardInterrupt",
 }
 
@@ -61,10 +57,10 @@ def _segments():
 
 
 def _ended(result, before):
-    assert not result.timed_out, result
-    assert result.returncode != 0, result
-    assert result.seconds < slower(SOON), result
-    assert result.left_behind == 0, result
+    assert not result.timed_out, str(result)
+    assert result.returncode != 0, str(result)
+    assert result.seconds < slower(SOON), str(result)
+    assert result.left_behind == 0, str(result)
     assert _segments() <= before
 
 
@@ -73,13 +69,13 @@ def _ended(result, before):
 def test_one_rank_fails_in_mid_step(np_size, fault):
     before = _segments()
     result = run_job(np_size, _loop(FAULTS[fault]), timeout=25)
-    assert result.said.get(1) == [{"reached": True}], result
+    assert result.said.get(1) == [{"reached": True}], str(result)
     _ended(result, before)
     if fault in TRACEBACKS:
-        assert "Traceback" in result.stderr, result
-        assert TRACEBACKS[fault] in result.stderr, result
+        assert "Traceback" in result.stderr, str(result)
+        assert TRACEBACKS[fault] in result.stderr, str(result)
     if fault in ("sys.exit(0)", "sys.exit(3)"):
-        assert "rank 1" in result.stderr, result
+        assert "rank 1" in result.stderr, str(result)
 
 
 @pytest.mark.np(2)
@@ -91,7 +87,7 @@ def test_coordinator_fails(np_size, fault):
 
 
 @pytest.mark.np(2)
-@pytest.mark.parametrize("fault", ("raise", "sys.exit(0)"))
+@pytest.mark.parametrize("fault", ("raise", "sys.exit(3)"))
 def test_others_are_far_from_any_collective(np_size, fault):
     before = _segments()
     script = _loop(
@@ -125,7 +121,7 @@ def test_failure_of_a_thread_that_does_collectives(np_size):
         timeout=25,
     )
     _ended(result, _segments())
-    assert "ArithmeticError: the very cause" in result.stderr, result
+    assert "ArithmeticError: the very cause" in result.stderr, str(result)
 
 
 @pytest.mark.np(2)
@@ -149,8 +145,8 @@ def test_exception_that_the_script_handles_is_no_failure(np_size):
         """,
         timeout=25,
     )
-    assert result.returncode == 0, result
-    assert result.said == {rank: [{"total": 2.0}] for rank in range(2)}, result
+    assert result.returncode == 0, str(result)
+    assert result.said == {rank: [{"total": 2.0}] for rank in range(2)}, str(result)
 
 
 @pytest.mark.np(2)
@@ -161,7 +157,30 @@ def test_users_own_excepthook_still_runs(np_size, fault):
     result = run_job(np_size, script, timeout=25)
     _ended(result, _segments())
     if fault == "raise":
-        assert "users hook" in result.stderr, result
+        assert "users hook" in result.stderr, str(result)
+
+
+@pytest.mark.np(2)
+def test_ending_the_others_can_be_switched_off(np_size):
+    script = """
+import numpy as np
+import hvdlite as hvd
+from jobtools import say
+
+hvd.init()
+hvd.allreduce(np.ones(10), name="first")
+if hvd.rank() == 1:
+    raise ArithmeticError("the very cause")
+try:
+    hvd.allreduce(np.ones(10), name="second")
+except hvd.HvdliteInternalError as error:
+    say(0, text=str(error))
+"""
+    result = run_job(np_size, script, timeout=25, env={"HVDLITE_ABORT_ON_EXCEPTION": "0"})
+    _ended(result, _segments())
+    assert "ArithmeticError: the very cause" in result.stderr, str(result)
+    text = result.said[0][0]["text"]
+    assert "has been shut down" in text and "rank 1" in text, text
 
 
 @pytest.mark.np(2, 3)
@@ -169,7 +188,7 @@ def test_failure_of_every_rank_at_once(np_size):
     script = _loop(FAULTS["raise"]).replace("rank == 1 and", "")
     result = run_job(np_size, script, timeout=25)
     _ended(result, _segments())
-    assert "ArithmeticError: the very cause" in result.stderr, result
+    assert "ArithmeticError: the very cause" in result.stderr, str(result)
 
 
 @pytest.mark.np(2)
@@ -177,8 +196,8 @@ def test_plain_failure_of_a_mismatch_shows_the_mismatch(np_size):
     script = _loop("", others="hvd.allreduce(np.ones(3 + rank * (step > 2)), name='layer')")
     result = run_job(np_size, script.replace("rank == 1 and step == 3", "False"), timeout=25)
     _ended(result, _segments())
-    assert "Mismatched shape" in result.stderr, result
-    assert "layer" in result.stderr, result
+    assert "Mismatched shape" in result.stderr, str(result)
+    assert "layer" in result.stderr, str(result)
 
 
 STALL = """
@@ -216,10 +235,10 @@ say(rank, finished=True)
 @pytest.mark.np(2, 3)
 def test_stall_warning_names_tensors_and_missing_ranks(np_size):
     result = run_job(np_size, _stall(LATE), timeout=25, env=WARN)
-    assert result.returncode == 0, result
-    assert result.said == {rank: [{"finished": True}] for rank in range(np_size)}, result
+    assert result.returncode == 0, str(result)
+    assert result.said == {rank: [{"finished": True}] for rank in range(np_size)}, str(result)
     warned = [line for line in result.stderr.splitlines() if "skipped.0" in line]
-    assert warned, result
+    assert warned, str(result)
     for line in warned:
         assert "skipped.1" in line and "rank 1" in line, line
         assert "common" not in line, line
@@ -238,9 +257,9 @@ def test_stall_warning_names_tensors_and_missing_ranks(np_size):
 )
 def test_stall_warning_can_be_silenced(np_size, quiet):
     result = run_job(np_size, _stall(LATE), timeout=25, env={**WARN, **quiet})
-    assert result.returncode == 0, result
-    assert result.said == {rank: [{"finished": True}] for rank in range(np_size)}, result
-    assert "skipped" not in result.stderr, result
+    assert result.returncode == 0, str(result)
+    assert result.said == {rank: [{"finished": True}] for rank in range(np_size)}, str(result)
+    assert "skipped" not in result.stderr, str(result)
 
 
 LIMITS = {
@@ -267,7 +286,7 @@ except hvd.HvdliteInternalError as error:
     result = run_job(np_size, _stall(body), timeout=25, env=LIMITS[spelling])
     _ended(result, _segments())
     texts = [said[0]["text"] for said in result.said.values()]
-    assert texts, result
+    assert texts, str(result)
     for text in texts:
         assert "has been shut down" in text and "skipped.0" in text and "rank 1" in text, text
 
@@ -279,7 +298,7 @@ def test_stopped_process_ends_the_job_at_the_stall_limit(np_size, stopped):
         "rank == 1", f"rank == {stopped}"
     )
     result = run_job(np_size, script, timeout=40, env=LIMITS["ours"])
-    assert not result.timed_out, result
-    assert result.returncode != 0, result
-    assert result.left_behind == 0, result
-    assert f"rank {stopped}" in result.stderr, result
+    assert not result.timed_out, str(result)
+    assert result.returncode != 0, str(result)
+    assert result.left_behind == 0, str(result)
+    assert f"rank {stopped}" in result.stderr, str(result)

@@ -265,7 +265,7 @@ import sys
 say(0, said=said, mpi="mpi4py.MPI" in sys.modules)
 """
     )
-    assert result.returncode == 0, result
+    assert result.returncode == 0, str(result)
     (values,) = result.said[0]
     for name, answer in values["said"].items():
         assert answer[0] == "NotInitializedError", (name, answer)
@@ -301,9 +301,9 @@ def test_plain_python_is_a_world_of_one():
         hvd.shutdown()
         """
     )
-    assert result.returncode == 0, result
+    assert result.returncode == 0, str(result)
     assert result.said[0][0]["where"] == [0, 1, 0, 1, 0, 1, True]
-    assert "Traceback" not in result.stderr, result
+    assert "Traceback" not in result.stderr, str(result)
 
 
 @pytest.mark.whole_job
@@ -322,8 +322,8 @@ def test_launcher_of_another_mpi(variable):
         """,
         env={variable: "2"},
     )
-    assert result.returncode not in (0, None), result
-    assert not result.timed_out, result
+    assert result.returncode not in (0, None), str(result)
+    assert not result.timed_out, str(result)
     text = result.said[0][0]["text"]
     assert "2" in text and "mpirun" in text and "MPI" in text, text
 
@@ -345,8 +345,8 @@ def test_init_starts_mpi_where_the_user_asked_mpi4py_not_to(np_size):
         hvd.shutdown()
         """,
     )
-    assert result.returncode == 0, result
-    assert result.said == {rank: [{"total": 2.0}] for rank in range(2)}, result
+    assert result.returncode == 0, str(result)
+    assert result.said == {rank: [{"total": 2.0}] for rank in range(2)}, str(result)
 
 
 # How a user may end MPI: before or after us, or before we have even begun.
@@ -379,10 +379,10 @@ say(rank, reached=True)
 """,
         timeout=20,
     )
-    assert not result.timed_out, result
-    assert result.returncode == 0, result
-    assert result.said == {rank: [{"reached": True}] for rank in range(np_size)}, result
-    assert "Traceback" not in result.stderr, result
+    assert not result.timed_out, str(result)
+    assert result.returncode == 0, str(result)
+    assert result.said == {rank: [{"reached": True}] for rank in range(np_size)}, str(result)
+    assert "Traceback" not in result.stderr, str(result)
 
 
 @pytest.mark.whole_job
@@ -400,8 +400,8 @@ def test_init_after_mpi_has_ended():
             say(0, text=str(error))
         """
     )
-    assert result.returncode == 0, result
-    assert "finalize" in result.said[0][0]["text"].lower(), result
+    assert result.returncode == 0, str(result)
+    assert "finalize" in result.said[0][0]["text"].lower(), str(result)
 
 
 @pytest.mark.whole_job
@@ -421,10 +421,12 @@ def test_script_that_never_calls_shutdown(np_size):
         """,
         timeout=20,
     )
-    assert result.returncode == 0, result
-    assert result.said == {rank: [{"total": float(np_size)}] for rank in range(np_size)}, result
-    assert result.left_behind == 0, result
-    assert "Traceback" not in result.stderr, result
+    assert result.returncode == 0, str(result)
+    assert result.said == {rank: [{"total": float(np_size)}] for rank in range(np_size)}, str(
+        result
+    )
+    assert result.left_behind == 0, str(result)
+    assert "Traceback" not in result.stderr, str(result)
 
 
 @pytest.mark.whole_job
@@ -446,8 +448,56 @@ def test_one_rank_may_take_its_time_at_the_end(np_size):
         """,
         timeout=20,
     )
-    assert result.returncode == 0, result
-    assert result.said == {0: [{"finished": True}]}, result
+    assert result.returncode == 0, str(result)
+    assert result.said == {0: [{"finished": True}]}, str(result)
+
+
+@pytest.mark.whole_job
+@pytest.mark.np(2)
+def test_forked_helpers_do_no_harm(np_size):
+    result = run_job(
+        np_size,
+        """
+        import multiprocessing, sys
+        import numpy as np
+        import hvdlite as hvd
+        from jobtools import say
+
+        hvd.init()
+        rank = hvd.rank()
+        hvd.allreduce(np.ones(10), name="grad")
+        fork = multiprocessing.get_context("fork")
+
+        def use(queue):
+            try:
+                hvd.allreduce(np.ones(10), name="child")
+            except hvd.HvdliteError as error:
+                queue.put(str(error))
+
+        queue = fork.Queue()
+        helpers = [fork.Process(target=use, args=(queue,)),
+                   fork.Process(target=sys.exit, args=(3,)),
+                   fork.Process(target=divmod, args=(1, 0))]
+        for helper in helpers:
+            helper.start()
+        text = queue.get(timeout=10)
+        for step in range(20):
+            total = hvd.allreduce(np.ones(10), name="grad", op=hvd.Sum)
+        for helper in helpers:
+            helper.join()
+        with fork.Pool(2) as pool:
+            assert pool.map(abs, [-1, -2]) == [1, 2]
+        total = hvd.allreduce(np.ones(10), name="grad", op=hvd.Sum)
+        say(rank, total=float(total[0]), text=text, codes=[h.exitcode for h in helpers])
+        """,
+        timeout=25,
+    )
+    assert result.returncode == 0, str(result)
+    for rank in range(np_size):
+        (said,) = result.said[rank]
+        assert said["total"] == 2.0, str(result)
+        assert "fork" in said["text"], str(result)
+        assert said["codes"] == [0, 3, 1], str(result)
 
 
 @pytest.mark.whole_job
@@ -472,7 +522,7 @@ def test_peer_that_shuts_down_early(np_size):
         """,
         timeout=20,
     )
-    assert result.returncode == 0, result
+    assert result.returncode == 0, str(result)
     for rank in set(range(np_size)) - {1}:
         text = result.said[rank][0]["text"]
         assert "has been shut down" in text, text

@@ -1,0 +1,171 @@
+"""Lanes: the places where the ranks of one host meet, and the slots that data pass through.
+
+Python cannot order one core's stores for another core, so the ranks meet in barriers of MPI,
+which has to. Barriers of one communicator must start in the same order on all ranks, but
+operations interleave as they like; so there are several lanes, each with a communicator and
+slots of its own, and a lane carries one operation at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import Any
+
+from .base import Communicator, Operation, Pending
+from .shared_segment import HEADER, PROOF_BYTES, SharedSegments, map_segments
+from .types import Array
+
+__all__ = ["ELSEWHERE", "SLOTS", "Lane", "Passage", "make_lanes"]
+
+SLOTS = 5
+"""The fewest that a reduction can do with: it writes a slot two barriers before the others read
+it, they write their results there, and two barriers later these have been copied out."""
+
+ELSEWHERE = -1
+"""On a card: the buffer lies in no segment."""
+
+_CARDS = PROOF_BYTES
+_CARD_BYTES = 2 * 8
+
+
+class Lane:
+    """What one operation at a time uses: barriers, slots, and a card that each rank shows.
+
+    The card says where the rank's buffer lies in its segment. Each rank has two and uses them
+    in turn: it may begin an operation before others have read its card of the one before.
+
+    Args:
+        comm: carries the barriers and nothing else.
+        slots: the slots of each rank.
+        cards: the cards of each rank.
+    """
+
+    def __init__(self, comm: Communicator, slots: Sequence[Array], cards: Sequence[Array]) -> None:
+        self.comm = comm
+        self.slots = slots
+        plain: Sequence[Any] = cards
+        # Ten times as fast as arrays, for single numbers.
+        self._cards = [memoryview(card).cast("q") for card in plain]
+        self.entered = 0
+        self.left = 0
+        self.next_slot = 0
+
+    def enter(self) -> Operation[None]:
+        """Wait until all operations that entered earlier have left."""
+        turn = _Turn(self)
+        if not turn.Test():
+            yield turn
+
+    def leave(self) -> None:
+        """Let the next operation in."""
+        self.left += 1
+
+    def meet(self) -> Pending:
+        """Complete when every rank has come here, and what it did before can be seen."""
+        return self.comm.ibarrier()
+
+    def show(self, offset: int) -> None:
+        self._cards[self.comm.rank][self.left % 2] = offset
+
+    def shown(self) -> list[int]:
+        """Return what the ranks showed before they met."""
+        return [cards[self.left % 2] for cards in self._cards]
+
+
+class _Turn:
+    """Completes when all operations that entered a lane earlier have left it."""
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+        self._number = lane.entered
+        lane.entered += 1
+
+    def Test(self) -> bool:
+        return self._lane.left == self._number
+
+
+class Passage:
+    """The way of one buffer through the slots of a lane, a segment of each piece at a time.
+
+    Args:
+        lane: lends its slots.
+        buffer: all pieces, one behind the other.
+        counts: elements of each rank's piece.
+        segment: bytes that one step moves of each piece.
+        shared: whether a slot holds a segment of every piece, or else one of its rank's own.
+    """
+
+    def __init__(
+        self, lane: Lane, buffer: Array, counts: Sequence[int], segment: int, shared: bool
+    ) -> None:
+        self.buffer = buffer
+        self.stops = list(accumulate(counts))
+        self.starts = [stop - count for stop, count in zip(self.stops, counts, strict=True)]
+        self._segment = segment // buffer.itemsize
+        self._spacing = self._segment if shared else 0
+        self._slot = self._segment * (len(counts) if shared else 1)
+        self.steps = -(-max(counts) // self._segment)
+        self._rank = lane.comm.rank
+        self._lane = lane
+        self._slots: list[Array] = []
+        self._first = lane.next_slot
+        lane.next_slot = (lane.next_slot + self.steps) % SLOTS
+
+    def segment(self, piece: int, step: int) -> Array:
+        """Return the segment of a piece that a step moves; it is empty behind the end."""
+        start = self.starts[piece] + step * self._segment
+        stop = min(start + self._segment, self.stops[piece])
+        return self.buffer[start : max(start, stop)]
+
+    def place(self, rank: int, piece: int, step: int, length: int) -> Array:
+        """Return where a rank keeps the segment."""
+        if not self._slots:
+            self._slots = [slots.view(self.buffer.dtype) for slots in self._lane.slots]
+        start = (self._first + step) % SLOTS * self._slot + piece * self._spacing
+        return self._slots[rank][start : start + length]
+
+    def copy_in(self, pieces: Iterable[int], step: int) -> None:
+        """Copy segments into this rank's slot."""
+        for piece in pieces:
+            segment = self.segment(piece, step)
+            if len(segment):
+                self.place(self._rank, piece, step, len(segment))[...] = segment
+
+    def copy_out(self, ranks: Iterable[int], step: int) -> None:
+        """Copy the segments of other ranks' pieces from where these ranks keep them."""
+        for rank in ranks:
+            segment = self.segment(rank, step)
+            if len(segment):
+                segment[...] = self.place(rank, rank, step, len(segment))
+
+
+def make_lanes(
+    comm: Communicator, count: int, slot_bytes: int, capacity: int
+) -> Operation[tuple[SharedSegments, list[Lane]]]:
+    """Map segments with room for lanes at their beginnings (collective, and it blocks).
+
+    Args:
+        comm: the ranks; each lane gets a duplicate of it.
+        count: lanes.
+        slot_bytes: a multiple of a cache line.
+        capacity: bytes of this rank's segment beside the lanes.
+
+    Raises:
+        SegmentUnavailableError: it does not work on some rank; raised on all of them.
+    """
+    lane_bytes = SLOTS * slot_bytes
+    segments = yield from map_segments(comm, capacity, count * lane_bytes)
+
+    def on_all(start: int, nbytes: int) -> list[Array]:
+        return [segments.view(rank, start, nbytes) for rank in range(comm.size)]
+
+    lanes = [
+        Lane(
+            comm.duplicate(),
+            on_all(HEADER + number * lane_bytes, lane_bytes),
+            on_all(_CARDS + number * _CARD_BYTES, _CARD_BYTES),
+        )
+        for number in range(count)
+    ]
+    return segments, lanes
