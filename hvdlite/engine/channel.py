@@ -191,10 +191,11 @@ class Channel:
 
     def _begin(self, entry: Entry) -> None:
         entry.remaining = len(entry.request.shapes)
-        if entry.remaining or entry.request.kind is Kind.BARRIER:
+        if entry.remaining:
             self.executing[id(entry)] = entry
         else:
-            entry.handle.finish([])  # a group of no tensors
+            # A group of no tensors, or a barrier: that all ranks agree is all there is to it.
+            entry.handle.finish([])
 
     def _close(self, left: Sequence[tuple[int, str]]) -> None:
         reasons: dict[str, list[int]] = {}

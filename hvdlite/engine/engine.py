@@ -1,8 +1,7 @@
-"""The engine: one background thread per process that carries out what callers submit.
+"""The engine: carries out what callers submit.
 
-Its step reads: take in what was submitted, negotiate, fuse, execute, watch for stalls. A
-caller that blocks drives the same step itself instead of waiting for the thread to be
-scheduled; whoever holds the drive lock is the engine.
+Its step reads: take in what was submitted, negotiate, fuse, execute, watch for stalls. It
+never waits; driver.py decides which thread takes the steps, and when.
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..exceptions import DuplicateNameError, HvdliteInternalError, HvdliteTimeoutError
 from ..log import logger
 from ..transport.base import Communicator, Transport
-from ..transport.waiting import Pacer
 from .channel import Channel, Task
+from .driver import IDLE, Driver
 from .requests import Kind, Request, Response, display
 from .stall import StallInspector, StallLimits, Waiting
 from .statistics import Counters, Statistics
@@ -30,12 +29,6 @@ __all__ = ["GLOBAL_SET", "Engine", "EngineOptions"]
 
 GLOBAL_SET = 0
 """Number of the process set that all ranks belong to."""
-
-_IDLE = 0.25
-"""Seconds between looks for messages of the stall inspector while there is nothing to do."""
-
-_BURST = 5e-5
-_DRIVER_BURST = 2e-4
 
 
 @dataclass(frozen=True)
@@ -84,7 +77,6 @@ class Engine:
         self._data = data
         self._make_transport = make_transport
         self._options = options
-        self._affinity = affinity
         self._clock = clock
         self._communicators: dict[int, tuple[Communicator, Communicator]] = {}
         self._inspectors: dict[int, tuple[StallInspector, Task]] = {}
@@ -92,24 +84,17 @@ class Engine:
         self._next_set = GLOBAL_SET
         self._submitted: deque[tuple[int, Entry]] = deque()
         self._names: dict[tuple[int, str], Handle] = {}
-        self._lock = threading.Lock()
-        self._wake = threading.Condition(self._lock)
-        self._drive = threading.Lock()
-        self._drivers = 0
-        self._signal = False
-        self._stopping = False
+        self._driver = Driver(self.step, self._due, affinity)
         self._closing: str | None = None
         self._failure: str | None = None
         self._pid = os.getpid()
-        self._thread: threading.Thread | None = None
         self._add_set(tuple(range(self.size)), control, data)
 
     # -- callers ------------------------------------------------------------------------
 
     def start(self) -> None:
         """Start the background thread."""
-        self._thread = threading.Thread(target=self._run, name="hvdlite", daemon=True)
-        self._thread.start()
+        self._driver.start()
 
     def submit(
         self,
@@ -127,7 +112,7 @@ class Engine:
         """
         handle = Handle(self, name or f"{request.kind}.noname")
         entry = Entry(request, inputs, outputs, handle, self._clock(), name)  # type: ignore[arg-type]
-        with self._lock:
+        with self._driver.lock:
             self._refuse_if_over()
             if name is not None:
                 other = self._names.get((set_id, name))
@@ -142,14 +127,14 @@ class Engine:
             self.submissions += 1
             self.submitters.add(threading.get_ident())
             self._submitted.append((set_id, entry))
-            self._signal = True
-            if not self._drivers:
-                self._wake.notify()
+            self._driver.wake()
         return handle
 
     def wait(self, handle: Handle, timeout: float | None = None) -> None:
         """Drive the engine until a handle is done. Raises HvdliteTimeoutError."""
-        if not self._drive_until(handle.done, timeout):
+        with self.counters.waiting:
+            done = self._driver.drive_until(handle.done, timeout)
+        if not done:
             raise HvdliteTimeoutError(
                 f"'{handle.name}' was not completed within {timeout:g} s on rank {self.rank}; "
                 "it goes on, and its handle can be waited for again."
@@ -161,23 +146,19 @@ class Engine:
         Returns when every rank has noticed, that is when each of them has submitted something
         more (and got an error) or leaves as well.
         """
-        with self._lock:
+        with self._driver.lock:
             self._closing = reason
-            self._signal = True
+            self._driver.wake()
         if self._failure is None:
-            self._drive_until(self._closed)
-        with self._lock:
-            self._stopping = True
-            self._wake.notify_all()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+            self._driver.drive_until(self._closed)
+        self._driver.stop()
         if self._failure is None:
             for set_id in list(self.channels):
                 self._free(set_id)
 
     def fail(self, text: str) -> None:
         """Give up: fail all that is in flight, and refuse what comes."""
-        with self._lock:
+        with self._driver.lock:
             if self._failure is None:
                 self._failure = text
         for channel in self.channels.values():
@@ -229,81 +210,13 @@ class Engine:
                 f"hvdlite has been shut down (rank {self.rank}: {self._closing})."
             )
 
-    # -- who drives ---------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def attended(self) -> Iterator[None]:
-        """Let the background thread sleep: the calling thread is going to wait in here."""
-        with self._lock:
-            self._drivers += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._drivers -= 1
-                if not self._drivers and (self._submitted or not self._quiet()):
-                    self._signal = True
-                    self._wake.notify()
-
-    def _quiet(self) -> bool:
-        return all(channel.quiet for channel in list(self.channels.values()))
-
-    def _drive_until(self, done: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Drive the engine from the calling thread; return whether `done` came to hold."""
-        if done():
-            return True
-        deadline = None if timeout is None else time.monotonic() + timeout
-        pacer = Pacer(_DRIVER_BURST)
-        with self.attended(), self.counters.waiting:
-            while True:
-                if self._drive.acquire(blocking=False):
-                    try:
-                        moved = not done() and self.step()
-                    finally:
-                        self._drive.release()
-                    if moved:
-                        pacer.progressed()
-                if done():
-                    return True
-                left = 1.0 if deadline is None else deadline - time.monotonic()
-                if left <= 0:
-                    return False
-                pacer.pause(left)
-
-    def _run(self) -> None:
-        if self._affinity is not None:
-            try:
-                os.sched_setaffinity(0, {self._affinity})
-            except OSError as error:
-                logger.warning("the engine's thread stays where it is: %s", error)
-        pacer = Pacer(_BURST, self._nap)
-        while not self._stopping:
-            if self._drivers:
-                self._nap(_IDLE)
-                continue
-            if self._drive.acquire(blocking=False):
-                try:
-                    moved = self.step()
-                finally:
-                    self._drive.release()
-                if moved:
-                    pacer.progressed()
-                    continue
-            due = self._due()
-            if due is None:
-                pacer.pause()
-            else:
-                self._nap(due)
-
-    def _nap(self, seconds: float) -> None:
-        """Sleep, unless something has been submitted since the last step."""
-        with self._lock:
-            if not self._signal or self._drivers:
-                self._wake.wait(seconds)
+    def attended(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the calling thread is going to wait."""
+        return self._driver.attended()
 
     def _due(self) -> float | None:
         """Return the seconds until there is something to do; None if MPI is to be tested."""
-        due = _IDLE
+        due = IDLE
         for channel in list(self.channels.values()):
             if not channel.quiet:
                 until = channel.sleeps_until()
@@ -339,7 +252,6 @@ class Engine:
             return True
 
     def _take_in(self) -> bool:
-        self._signal = False
         moved = False
         while self._submitted:
             set_id, entry = self._submitted.popleft()

@@ -48,7 +48,6 @@ class Executor:
             Kind.ALLGATHER: self._allgather,
             Kind.BROADCAST: self._broadcast,
             Kind.ALLTOALL: self._alltoall,
-            Kind.BARRIER: self._barrier,
         }[batch.kind]
         yield from run(batch, tag)
         self.counters.moved(batch)
@@ -266,10 +265,6 @@ class Executor:
                 )
         entry.outputs[0] = recv
         entry.extra = np.array(received, dtype=np.int64)
-        _complete(batch.pieces)
-
-    def _barrier(self, batch: Batch, tag: int) -> Operation[None]:
-        yield from self.transport.barrier(tag)
         _complete(batch.pieces)
 
 

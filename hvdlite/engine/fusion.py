@@ -17,32 +17,22 @@ __all__ = ["Batch", "FusionBuffers", "Piece", "plan", "wire_dtype"]
 _FUSED = (Kind.ALLREDUCE, Kind.REDUCESCATTER, Kind.ALLGATHER, Kind.BROADCAST)
 
 
-@dataclass(slots=True, eq=False)
 class Piece:
     """One tensor of an agreed response."""
 
-    response: Response
-    index: int
-    entry: Entry | None
-    """None on a rank that has joined: it has no such tensor."""
+    __slots__ = ("dtype", "elements", "entry", "index", "response", "row_bytes", "shape")
 
-    @property
-    def dtype(self) -> DType:
-        return self.response.request.dtypes[self.index]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
+    def __init__(self, response: Response, index: int, entry: Entry | None) -> None:
+        self.response = response
+        self.index = index
+        self.entry = entry
+        """None on a rank that has joined: it has no such tensor."""
+        self.dtype = response.request.dtypes[index]
+        self.shape = response.request.shapes[index]
         """Shape on the lowest rank; for allgather only the trailing dimensions are common."""
-        return self.response.request.shapes[self.index]
-
-    @property
-    def elements(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row, a row being everything under one index of the first dimension."""
-        return math.prod(self.shape[1:]) * self.dtype.itemsize
+        self.elements = math.prod(self.shape)
+        self.row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
+        """Bytes of everything under one index of the first dimension."""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,13 +41,10 @@ class Batch:
 
     kind: Kind
     dtype: DType
+    response: Response
+    """That of the first tensor; what makes a batch is equal in all of them."""
     pieces: list[Piece] = field(default_factory=list)
     nbytes: int = 0
-
-    @property
-    def response(self) -> Response:
-        """The response of the first tensor; what makes a batch is equal in all of them."""
-        return self.pieces[0].response
 
 
 def wire_dtype(kind: Kind, dtype: DType, op: ReduceOp) -> DType:
@@ -65,7 +52,7 @@ def wire_dtype(kind: Kind, dtype: DType, op: ReduceOp) -> DType:
 
     The average of integers is taken of their exact sum, which their own type may not hold.
     """
-    if kind in (Kind.ALLGATHER, Kind.BROADCAST, Kind.ALLTOALL, Kind.BARRIER):
+    if kind in (Kind.ALLGATHER, Kind.BROADCAST, Kind.ALLTOALL):
         return DType.UINT8
     if op is ReduceOp.AVERAGE and dtype.is_integer:
         return DType.INT64
@@ -83,23 +70,15 @@ def plan(agreed: Iterable[tuple[Response, Entry | None]], threshold: int) -> lis
     open_batches: dict[tuple[object, ...], Batch] = {}
     for response, entry in agreed:
         request = response.request
-        if request.kind is Kind.BARRIER:
-            batches.append(Batch(request.kind, DType.UINT8, [Piece(response, 0, entry)]))
+        kind = request.kind
         for index, element in enumerate(request.dtypes):
             piece = Piece(response, index, entry)
-            dtype = wire_dtype(request.kind, element, request.op)
+            dtype = wire_dtype(kind, element, request.op)
             nbytes = _wire_bytes(piece, dtype)
-            key = (
-                request.kind,
-                dtype,
-                request.op,
-                request.prescale,
-                request.postscale,
-                request.root,
-            )
+            key = (kind, dtype, request.op, request.prescale, request.postscale, request.root)
             batch = open_batches.get(key)
-            if batch is None or batch.nbytes + nbytes > threshold or request.kind not in _FUSED:
-                batch = Batch(request.kind, dtype)
+            if batch is None or batch.nbytes + nbytes > threshold or kind not in _FUSED:
+                batch = Batch(kind, dtype, response)
                 batches.append(batch)
                 open_batches[key] = batch
             batch.pieces.append(piece)

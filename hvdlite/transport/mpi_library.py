@@ -63,7 +63,7 @@ def load() -> Any:
     if not MPI.Is_initialized():
         # mpi4py finalizes only what it initialized itself.
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
-        atexit.register(lambda: MPI.Is_finalized() or MPI.Finalize())
+        atexit.register(_finalize)
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise HvdliteError(
             "MPI was initialized without MPI_THREAD_MULTIPLE, which hvdlite's background thread "
@@ -71,6 +71,13 @@ def load() -> Any:
             "mpi4py.rc.thread_level = 'multiple' before mpi4py.MPI is imported."
         )
     return MPI
+
+
+def _finalize() -> None:
+    from mpi4py import MPI
+
+    if not MPI.Is_finalized():
+        MPI.Finalize()
 
 
 def check_world(size: int) -> None:

@@ -69,6 +69,8 @@ def test_allreduce_sizes(hvd, world, comm, count):
     result = hvd.allreduce(base + world.rank, op=hvd.Sum)
     wanted = base * world.size + np.float32(sum(world.ranks))
     np.testing.assert_array_equal(result, wanted)
+    result = hvd.allreduce(base + world.rank, op=hvd.Average, postscale_factor=3.0)
+    np.testing.assert_allclose(result, 3 * wanted / np.float32(world.size), rtol=1e-6)
 
 
 @pytest.mark.parametrize("rows", (1, 5000, 150_001))

@@ -1,0 +1,146 @@
+"""Who drives the engine: the background thread, or the callers that wait.
+
+A caller that blocks takes the steps itself instead of waiting for the thread to be scheduled;
+whoever holds the drive lock is the engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from ..log import logger
+from ..transport.waiting import Pacer
+
+__all__ = ["IDLE", "Driver"]
+
+IDLE = 0.25
+"""Seconds between looks for messages of the stall inspector while there is nothing to do."""
+
+_BURST = 5e-5
+_CALLER_BURST = 2e-4
+
+
+class Driver:
+    """Calls `step` for as long as there is something to do.
+
+    Args:
+        step: does what can be done without waiting and returns whether that was anything.
+        due: returns the seconds until a step is worthwhile (at most IDLE), or None while
+            communications are in progress and want to be tested.
+        affinity: the core that the thread is to run on.
+    """
+
+    def __init__(
+        self,
+        step: Callable[[], bool],
+        due: Callable[[], float | None],
+        affinity: int | None = None,
+    ) -> None:
+        self.lock = threading.Lock()
+        """Guards what callers hand in."""
+        self._step = step
+        self._due = due
+        self._affinity = affinity
+        self._wake = threading.Condition(self.lock)
+        self._drive = threading.Lock()
+        self._callers = 0
+        self._news = False
+        self._napping = False
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start the background thread."""
+        self._thread = threading.Thread(target=self._run, name="hvdlite", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the background thread."""
+        with self.lock:
+            self._stopping = True
+            self._wake.notify_all()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def wake(self) -> None:
+        """Note that there is something new. The caller holds `lock`."""
+        self._news = True
+        if self._napping and not self._callers:
+            self._napping = False
+            self._wake.notify()
+
+    @contextlib.contextmanager
+    def attended(self) -> Iterator[None]:
+        """Let the background thread sleep: the calling thread is going to wait in here."""
+        with self.lock:
+            self._callers += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                self._callers -= 1
+                if not self._callers and (self._news or self._due() != IDLE):
+                    self.wake()
+
+    def drive_until(self, done: Callable[[], bool], timeout: float | None = None) -> bool:
+        """Take steps in the calling thread; return whether `done` came to hold in time."""
+        if done():
+            return True
+        deadline = None if timeout is None else time.monotonic() + timeout
+        pacer = Pacer(_CALLER_BURST)
+        with self.attended():
+            while True:
+                if self._drive.acquire(blocking=False):
+                    try:
+                        moved = not done() and self._take_step()
+                    finally:
+                        self._drive.release()
+                    if moved:
+                        pacer.progressed()
+                if done():
+                    return True
+                left = 1.0 if deadline is None else deadline - time.monotonic()
+                if left <= 0:
+                    return False
+                pacer.pause(left)
+
+    def _take_step(self) -> bool:
+        self._news = False
+        return self._step()
+
+    def _run(self) -> None:
+        if self._affinity is not None:
+            try:
+                os.sched_setaffinity(0, {self._affinity})
+            except OSError as error:
+                logger.warning("the engine's thread stays where it is: %s", error)
+        pacer = Pacer(_BURST, self._nap)
+        while not self._stopping:
+            if self._callers:
+                self._nap(IDLE)
+                continue
+            if self._drive.acquire(blocking=False):
+                try:
+                    moved = self._take_step()
+                finally:
+                    self._drive.release()
+                if moved:
+                    pacer.progressed()
+                    continue
+            due = self._due()
+            if due is None:
+                pacer.pause()
+            else:
+                self._nap(due)
+
+    def _nap(self, seconds: float) -> None:
+        """Sleep, unless something new has come since the last step."""
+        with self.lock:
+            if (not self._news or self._callers) and not self._stopping:
+                self._napping = True
+                self._wake.wait(seconds)
+                self._napping = False
