@@ -317,7 +317,9 @@ def _connect(base: Communicator, mpi_group: Any, settings: Settings) -> World:
     engine = Engine(
         base,
         base.duplicate(),
-        lambda comm: make_transport(comm, shared),
+        lambda comm, ranks: make_transport(
+            comm, shared, one_host=len({hosts[r] for r in ranks}) == 1
+        ),
         options,
         affinity=None if affinity is None else affinity[local],
     )

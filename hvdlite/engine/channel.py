@@ -97,7 +97,11 @@ class Channel:
         self._counters = counters
         self._on_change = on_change
         self._executor = Executor(
-            transport, control.rank, control.size, FusionBuffers(IN_FLIGHT), counters
+            transport,
+            control.rank,
+            control.size,
+            FusionBuffers(IN_FLIGHT, transport.allocate),
+            counters,
         )
         self._round: Task | None = None
         self._next_round = 0.0

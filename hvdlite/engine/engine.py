@@ -49,7 +49,8 @@ class Engine:
     Args:
         control: communicator of all ranks, for negotiation only.
         data: communicator of the same ranks, for the transport only.
-        make_transport: makes the transport of a process set; called on all of its ranks.
+        make_transport: makes the transport of a process set, from a communicator and its
+            ranks; called on all of them.
         options: see there.
         affinity: the core that the thread is to run on.
     """
@@ -58,7 +59,7 @@ class Engine:
         self,
         control: Communicator,
         data: Communicator,
-        make_transport: Callable[[Communicator], Transport],
+        make_transport: Callable[[Communicator, tuple[int, ...]], Transport],
         options: EngineOptions,
         *,
         affinity: int | None = None,
@@ -299,7 +300,7 @@ class Engine:
         options = self._options
         channel = Channel(
             control,
-            self._make_transport(data),
+            self._make_transport(data, ranks),
             ranks,
             fusion_threshold=options.fusion_threshold,
             cache_capacity=options.cache_capacity,

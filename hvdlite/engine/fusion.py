@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -103,9 +103,11 @@ class FusionBuffers:
 
     Args:
         count: buffers that can be in use at once.
+        allocate: returns so many bytes of memory.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, allocate: Callable[[int], Array]) -> None:
+        self._allocate = allocate
         self._free: list[Array] = [np.empty(0, dtype=np.uint8) for _ in range(count)]
 
     def available(self) -> bool:
@@ -118,7 +120,8 @@ class FusionBuffers:
         self._free.sort(key=len)
         buffer = self._free.pop()
         if len(buffer) < nbytes:
-            buffer = np.empty(nbytes, dtype=np.uint8)
+            del buffer  # its memory may be what the new one gets
+            buffer = self._allocate(nbytes)
         return buffer
 
     def release(self, buffer: Array) -> None:

@@ -9,10 +9,9 @@ import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, SupportsIndex
 
-import numpy as np
-
 from ..transport.types import Array, DType, ReduceOp
 from ..world import engine
+from .engine import GLOBAL_SET
 from .negotiation import JOIN_KEY
 from .requests import Kind, Request
 from .submissions import Handle
@@ -226,13 +225,19 @@ def submit_process_set_change(
     return _submit(process_set, Request(kind, splits=tuple(numbers)), None, [], [])
 
 
-def allocate_buffer(nbytes: int) -> Array:
+def allocate_buffer(nbytes: int, process_set: ProcessSet | None = None) -> Array:
     """Return zeroed memory for tensors that are reduced in place again and again.
 
     Args:
-        nbytes: size in bytes, the same on every rank.
+        nbytes: size in bytes.
+        process_set: where they are going to be reduced; None for the set of all ranks. This
+            rank is in it.
     """
-    return np.zeros(nbytes, dtype=np.uint8)
+    set_id = GLOBAL_SET if process_set is None else process_set.process_set_id
+    assert set_id is not None
+    buffer = engine().channels[set_id].transport.allocate(nbytes)
+    buffer[...] = 0
+    return buffer
 
 
 def _submit(

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from ..log import logger
 from .base import Communicator, Finish, Operation, Transport
 from .mpi import MPITransport
 from .ring import RingTransport
+from .shared_memory import SharedMemoryTransport
 from .types import Array, DType, ReduceOp
 
 __all__ = ["AutoTransport", "TransportSettings", "make_transport"]
@@ -26,13 +28,16 @@ class TransportSettings(Protocol):
     def small_bytes(self) -> int: ...
 
 
-def make_transport(comm: Communicator, settings: TransportSettings) -> Transport:
+def make_transport(
+    comm: Communicator, settings: TransportSettings, *, one_host: bool = False
+) -> Transport:
     """Make the transport of one group of ranks.
 
     Args:
         comm: the ranks; all of them call this (it may communicate and block). The transport
             uses it alone from then on.
         settings: says which transport, and how it works.
+        one_host: whether all ranks are on one host.
     """
     ring = RingTransport(comm, settings.segment_bytes)
     if comm.size == 1 or settings.transport == "ring":
@@ -40,7 +45,19 @@ def make_transport(comm: Communicator, settings: TransportSettings) -> Transport
     mpi = MPITransport(comm, ring)
     if settings.transport == "mpi":
         return mpi
-    return AutoTransport(small=mpi, large=ring, small_bytes=settings.small_bytes)
+    large: Transport = ring
+    if one_host:
+        shared = SharedMemoryTransport.create(comm, refused=_no_shared_memory)
+        large = shared or ring
+    elif settings.transport == "shared_memory":
+        _no_shared_memory("the ranks are on several hosts")
+    if large is not ring and settings.transport == "shared_memory":
+        return large
+    return AutoTransport(small=mpi, large=large, small_bytes=settings.small_bytes)
+
+
+def _no_shared_memory(reason: str) -> None:
+    logger.warning("no shared memory between the ranks, messages instead: %s", reason)
 
 
 class AutoTransport:
@@ -103,6 +120,10 @@ class AutoTransport:
     def barrier(self, tag: int) -> Operation[None]:
         """Return when every rank has come here."""
         return self._small.barrier(tag)
+
+    def allocate(self, nbytes: int) -> Array:
+        """Return memory that suits large operations best."""
+        return self._large.allocate(nbytes)
 
     def close(self) -> None:
         """Release what the transports hold (collective, after the last operation)."""

@@ -129,6 +129,13 @@ class Transport(Protocol):
 
     def barrier(self, tag: int) -> Operation[None]: ...
 
+    def allocate(self, nbytes: int) -> Array:
+        """Return bytes of memory for buffers: the kind that this transport moves fastest.
+
+        Any memory works, whatever kind the other ranks use.
+        """
+        ...
+
     def close(self) -> None:
         """Release what the transport holds (collective, after its last operation)."""
         ...

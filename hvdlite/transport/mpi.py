@@ -125,6 +125,10 @@ class MPITransport:
         if self._size > 1:
             yield self._comm.ibarrier()
 
+    def allocate(self, nbytes: int) -> Array:
+        """Return ordinary memory."""
+        return self._ring.allocate(nbytes)
+
     def close(self) -> None:
         """Release the scratch buffers."""
         self._pool.clear()

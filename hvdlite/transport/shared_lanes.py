@@ -132,12 +132,12 @@ class Passage:
             if len(segment):
                 self.place(self._rank, piece, step, len(segment))[...] = segment
 
-    def copy_out(self, ranks: Iterable[int], step: int) -> None:
-        """Copy the segments of other ranks' pieces from where these ranks keep them."""
-        for rank in ranks:
-            segment = self.segment(rank, step)
+    def copy_out(self, pieces: Iterable[tuple[int, int]], step: int) -> None:
+        """Copy segments of pieces from the slots of ranks; `pieces` has (rank, piece)."""
+        for rank, piece in pieces:
+            segment = self.segment(piece, step)
             if len(segment):
-                segment[...] = self.place(rank, rank, step, len(segment))
+                segment[...] = self.place(rank, piece, step, len(segment))
 
 
 def make_lanes(

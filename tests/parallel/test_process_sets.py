@@ -189,3 +189,12 @@ def test_mismatch_in_one_half_leaves_the_other_alone(hvd, world):
             assert_equal(result, np.full(3, 2.0))
     for one in sets:
         hvd.remove_process_set(one)
+
+
+@pytest.mark.np(3, 4)
+def test_mismatched_roots_are_named_as_the_caller_knows_them(hvd, world):
+    group = hvd.add_process_set([0, 2])
+    if group.included():
+        with pytest.raises(hvd.MismatchError, match=r"0 on rank 0\b.*2 on rank 2\b"):
+            hvd.broadcast(np.ones(2), world.rank, name="root", process_set=group)
+    hvd.remove_process_set(group)

@@ -39,7 +39,7 @@ class Job:
             Engine(
                 comm,
                 data[r],
-                lambda comm: make_transport(comm, Settings()),
+                lambda comm, ranks: make_transport(comm, Settings()),
                 options,
                 clock=lambda: self.now,
             )

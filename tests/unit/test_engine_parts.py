@@ -195,7 +195,7 @@ def test_integer_averages_travel_as_int64():
 
 
 def test_fusion_buffers_are_used_again():
-    buffers = FusionBuffers(2)
+    buffers = FusionBuffers(2, lambda nbytes: np.empty(nbytes, np.uint8))
     first = buffers.acquire(100)
     buffers.release(first)
     assert buffers.acquire(50) is first

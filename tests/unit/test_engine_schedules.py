@@ -217,7 +217,7 @@ def run_script(size, sets, ops, stops, capacity, threshold, seed):
             Engine(
                 world.communicators[r],
                 data_comms[r],
-                lambda comm: make_transport(comm, Settings()),
+                lambda comm, ranks: make_transport(comm, Settings()),
                 options,
                 clock=clock,
             )

@@ -1,0 +1,365 @@
+"""Collectives of the ranks of one host, through memory that all of them have mapped.
+
+A buffer that lies in this memory (see `SharedMemoryTransport.allocate`) is reduced where it is:
+each rank combines its own piece of everybody's buffers, a cache-sized block at a time, and
+writes the result back to all of them. Any other buffer goes through slots in this memory, in
+chunks, so that a few slots do for any length: while one chunk is reduced, the next one is
+copied in and the last one out.
+
+Two barriers are all that the first way takes, and one more for each chunk the second.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from . import kernels
+from .base import Communicator, Finish, Operation
+from .ring import RingTransport, even_counts
+from .shared_lanes import ELSEWHERE, Lane, Passage, make_lanes
+from .shared_segment import SegmentUnavailableError, SharedSegments
+from .types import Array, DType, ReduceOp
+
+__all__ = ["SEGMENT_BYTES", "SharedMemoryTransport"]
+
+SEGMENT_BYTES = 256 * 1024
+"""What a rank reduces of an ordinary buffer between two barriers. Larger segments leave the
+caches, smaller ones need more barriers, which are slow when cores are contended."""
+
+_LANES = 2
+_SLOT_BYTES = 2 * 1024 * 1024
+"""The most that one slot takes, however many ranks there are."""
+
+_BLOCK_BYTES = 256 * 1024
+_CACHE_LINE = 64
+
+
+class SharedMemoryTransport:
+    """Moves and combines arrays among the ranks of one host; see the module.
+
+    Made by `create`.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        segments: SharedSegments,
+        lanes: Sequence[Lane],
+        segment_bytes: int,
+    ) -> None:
+        self._rank = comm.rank
+        self._size = comm.size
+        self._others = [rank for rank in range(comm.size) if rank != comm.rank]
+        self._segments = segments
+        self._lanes = lanes
+        self._segment_bytes = segment_bytes
+        self._operations = 0
+        self._messages = RingTransport(comm)
+
+    @classmethod
+    def create(
+        cls,
+        comm: Communicator,
+        segment_bytes: int = SEGMENT_BYTES,
+        *,
+        capacity: int | None = None,
+        refused: Callable[[str], object] | None = None,
+    ) -> SharedMemoryTransport | None:
+        """Make the transport, or find out that these ranks cannot share memory.
+
+        Collective and blocking; all ranks come to the same decision.
+
+        Args:
+            comm: the ranks, which should be on one host. Alltoall and barrier use its
+                messages; the rest has communicators of its own.
+            segment_bytes: what a rank reduces of an ordinary buffer between two barriers.
+            capacity: bytes that `allocate` can hand out on this rank. By default its share
+                of the machine's memory; nothing is used before it is needed.
+            refused: called on every rank with the reason why there is no transport.
+
+        Returns:
+            The transport, or None.
+        """
+        creation = cls.creating(comm, segment_bytes, capacity=capacity)
+        try:
+            while True:
+                pending = next(creation)
+                while not pending.Test():
+                    os.sched_yield()
+        except StopIteration as end:
+            made: SharedMemoryTransport = end.value
+            return made
+        except SegmentUnavailableError as error:
+            if refused is not None:
+                refused(str(error))
+            return None
+
+    @classmethod
+    def creating(
+        cls,
+        comm: Communicator,
+        segment_bytes: int = SEGMENT_BYTES,
+        *,
+        capacity: int | None = None,
+    ) -> Operation[SharedMemoryTransport]:
+        """Make the transport step by step; see `create`.
+
+        Raises:
+            SegmentUnavailableError: there can be none; raised on all ranks.
+        """
+        size = comm.size
+        if capacity is None:
+            capacity = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // size
+        segment = min(segment_bytes, _SLOT_BYTES // size) // _CACHE_LINE * _CACHE_LINE
+        segment = max(segment, _CACHE_LINE)
+        segments, lanes = yield from make_lanes(comm, _LANES, segment * size, capacity)
+        return cls(comm, segments, lanes, segment)
+
+    # -- memory -------------------------------------------------------------------------
+
+    def allocate(self, nbytes: int) -> Array:
+        """Return memory that operations need not copy, ordinary memory if there is none left.
+
+        A rank may use it as it likes, whatever the others do: an operation goes the fast way
+        if the buffers of all ranks are of this kind. The memory is freed with the last array
+        that refers to it. May be called by any thread.
+        """
+        array = self._segments.allocate(nbytes)
+        return np.empty(nbytes, dtype=np.uint8) if array is None else array
+
+    @property
+    def shared_bytes(self) -> int:
+        """The most bytes of shared memory that this rank accounts for at present."""
+        return self._segments.nbytes
+
+    # -- operations ---------------------------------------------------------------------
+
+    def allreduce(
+        self, buffer: Array, dtype: DType, op: ReduceOp, finish: Finish | None, tag: int
+    ) -> Operation[None]:
+        """Reduce in place; every rank ends with bit-identical contents."""
+        counts = even_counts(len(buffer), self._size)
+        yield from self._reduce(buffer, counts, kernels.combiner(dtype, op), finish, True)
+
+    def reduce_scatter(
+        self,
+        buffer: Array,
+        counts: Sequence[int],
+        dtype: DType,
+        op: ReduceOp,
+        finish: Finish | None,
+        tag: int,
+    ) -> Operation[None]:
+        """Reduce so that this rank's piece of `buffer` is complete; the rest is scratch after."""
+        yield from self._reduce(buffer, counts, kernels.combiner(dtype, op), finish, False)
+
+    def allgather(
+        self, buffer: Array, counts: Sequence[int], dtype: DType, tag: int
+    ) -> Operation[None]:
+        """Fill `buffer`, in which this rank's piece is in place already; counts[r] is rank r's."""
+        yield from self._gather(buffer, counts)
+
+    def broadcast(self, buffer: Array, root: int, tag: int) -> Operation[None]:
+        """Copy the root's buffer to all."""
+        counts = [0] * self._size
+        counts[root] = len(buffer)
+        yield from self._gather(buffer, counts)
+
+    def alltoall(
+        self,
+        send: Array,
+        send_counts: Sequence[int],
+        recv: Array,
+        recv_counts: Sequence[int],
+        tag: int,
+    ) -> Operation[None]:
+        """Send a piece of `send` to every rank and fill `recv` with theirs, by rank."""
+        # Nobody knows how long the longest of all pieces is, and so how often to meet.
+        yield from self._messages.alltoall(send, send_counts, recv, recv_counts, tag)
+
+    def barrier(self, tag: int) -> Operation[None]:
+        """Return when every rank has come here."""
+        yield from self._messages.barrier(tag)
+
+    def close(self) -> None:
+        """Release what the transport holds (collective, after its last operation).
+
+        Arrays from `allocate` remain valid.
+        """
+        for lane in self._lanes:
+            lane.comm.free()
+        self._lanes = []
+        self._segments.close()
+        self._messages.close()
+
+    # -- how ----------------------------------------------------------------------------
+
+    def _enter(self) -> Operation[Lane]:
+        # The first steps of all operations come in the same order on every rank.
+        lane = self._lanes[self._operations % len(self._lanes)]
+        self._operations += 1
+        yield from lane.enter()
+        return lane
+
+    def _begin(
+        self, lane: Lane, passage: Passage, given: Sequence[int], read: Sequence[int]
+    ) -> Operation[list[int] | None]:
+        """Show the others where the buffer is, or what is in it.
+
+        Args:
+            given: the pieces of this rank's buffer that others need.
+            read: the ranks whose buffers others read.
+
+        Returns:
+            Where in their segments the buffers are, if those of all `read` are in segments.
+            Otherwise None, and the first two steps are in the slots; the first one is known
+            to be so on every rank.
+        """
+        offset = self._segments.offset_of(passage.buffer)
+        if offset == ELSEWHERE:
+            passage.copy_in(given, 0)
+        lane.show(offset)
+        meeting = lane.meet()
+        if offset == ELSEWHERE:
+            passage.copy_in(given, 1)
+        yield meeting
+        offsets = lane.shown()
+        elsewhere = sum(offsets[rank] == ELSEWHERE for rank in read)
+        if not elsewhere:
+            return offsets
+        if elsewhere < len(read):
+            if offset != ELSEWHERE:
+                passage.copy_in(given, 0)
+                passage.copy_in(given, 1)
+            yield lane.meet()
+        return None
+
+    def _reduce(
+        self,
+        buffer: Array,
+        counts: Sequence[int],
+        combine: kernels.Combine,
+        finish: Finish | None,
+        share: bool,
+    ) -> Operation[None]:
+        """Reduce this rank's piece, and give it to the others if `share`.
+
+        Whoever starts a step's barrier has copied out the results of the step before the last.
+        So the fifth slot from the one being reduced is free, and when an operation ends, only
+        its last two slots may still be in use.
+        """
+        if self._size == 1 or not len(buffer):
+            if finish is not None and len(buffer):
+                finish(buffer)
+            return
+        lane = yield from self._enter()
+        rank, others = self._rank, self._others
+        passage = Passage(lane, buffer, counts, self._segment_bytes, True)
+        offsets = yield from self._begin(lane, passage, others, range(self._size))
+        if offsets is not None:
+            span = passage.starts[rank], passage.stops[rank]
+            self._reduce_in_place(buffer, offsets, span, combine, finish, share)
+            yield lane.meet()
+            lane.leave()
+            return
+        results = [(int(piece == 0), piece) for piece in others]
+        for step in range(passage.steps):
+            own = passage.segment(rank, step)
+            if len(own):
+                theirs = [passage.place(other, rank, step, len(own)) for other in others]
+                self._combine(own, theirs, combine, finish, share)
+                if share:
+                    own[...] = theirs[0]
+            if not share and step + 1 == passage.steps:
+                break
+            meeting = lane.meet()
+            if share and step:
+                passage.copy_out(results, step - 1)
+            passage.copy_in(others, step + 2)
+            yield meeting
+        if share:
+            passage.copy_out(results, passage.steps - 1)
+        lane.leave()
+
+    def _reduce_in_place(
+        self,
+        buffer: Array,
+        offsets: Sequence[int],
+        span: tuple[int, int],
+        combine: kernels.Combine,
+        finish: Finish | None,
+        share: bool,
+    ) -> None:
+        """Reduce a span of everybody's buffers, which are in their segments."""
+        buffers = [
+            self._segments.view(rank, offsets[rank], buffer.nbytes).view(buffer.dtype)
+            for rank in self._others
+        ]
+        block = _BLOCK_BYTES // buffer.itemsize
+        for start in range(*span, block):
+            stop = min(start + block, span[1])
+            own = buffer[start:stop]
+            theirs = [other[start:stop] for other in buffers]
+            self._combine(own, theirs, combine, finish, share)
+            if share:
+                for part in (own, *theirs[1:]):
+                    part[...] = theirs[0]
+
+    def _combine(
+        self,
+        own: Array,
+        theirs: Sequence[Array],
+        combine: kernels.Combine,
+        finish: Finish | None,
+        share: bool,
+    ) -> None:
+        """Combine in the order of the ranks, into `theirs[0]` if `share`, else into `own`.
+
+        What this rank gets to read of others, it may overwrite.
+        """
+        into, rest = theirs[0], theirs[1:]
+        # The first two may change places: what they combine to is the same.
+        before = max(0, self._rank - 1)
+        for other in rest[:before]:
+            combine(into, other)
+        if share:
+            combine(into, own)
+        else:
+            combine(own, into)
+            into = own
+        for other in rest[before:]:
+            combine(into, other)
+        if finish is not None:
+            finish(into)
+
+    def _gather(self, buffer: Array, counts: Sequence[int]) -> Operation[None]:
+        """Copy every rank's piece to all others."""
+        if self._size == 1 or not len(buffer):
+            return
+        lane = yield from self._enter()
+        rank, others = self._rank, self._others
+        slot_bytes = self._segment_bytes * self._size
+        passage = Passage(lane, buffer, counts, slot_bytes, False)
+        sources = [source for source in range(self._size) if counts[source]]
+        offsets = yield from self._begin(lane, passage, [rank], sources)
+        if offsets is not None:
+            for source in sources:
+                if source != rank:
+                    span = slice(passage.starts[source], passage.stops[source])
+                    theirs = self._segments.view(source, offsets[source], buffer.nbytes)
+                    buffer[span] = theirs.view(buffer.dtype)[span]
+            yield lane.meet()
+            lane.leave()
+            return
+        for step in range(passage.steps):
+            is_last = step + 1 == passage.steps
+            # Says that the next step is in the slots, and the last one out of them.
+            meeting = None if is_last else lane.meet()
+            passage.copy_out([(other, other) for other in others], step)
+            passage.copy_in([rank], step + 2)
+            if meeting is not None:
+                yield meeting
+        lane.leave()
