@@ -141,3 +141,76 @@ def simulate(
             if there:
                 parameter.grad = sum(there) / (size if divisor is None else divisor)
         optimizer.step()
+
+
+class Branches(nn.Module):  # type: ignore[misc, name-defined]
+    """A trunk with two branches, and a layer that nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.trunk = nn.Linear(4, 5)
+        self.a = nn.Linear(5, 3)
+        self.b = nn.Sequential(nn.Linear(5, 2), nn.Tanh(), nn.Linear(2, 3))
+        self.unused = nn.Linear(2, 2)
+        self.to(torch.float64)
+
+    def forward(self, inputs: Any, branch: str) -> Any:
+        hidden = torch.tanh(self.trunk(inputs))
+        if branch == "both":
+            return self.a(hidden) + self.b(hidden)
+        return (self.a if branch == "a" else self.b)(hidden)
+
+
+def inputs_of(step: int, rank: int, shape: Any = (6, 4), dtype: Any = torch.float64) -> Any:
+    """Return the data of one rank in one step."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(shape, generator=generator, dtype=dtype)
+
+
+def branch_loss(choose: Callable[[int, int], str]) -> Callable[[Any, int, int], Any]:
+    """Return a loss for `Branches` in which step and rank choose the branch."""
+
+    def loss(model: Any, step: int, rank: int) -> Any:
+        return model(inputs_of(step, rank), choose(step, rank)).square().sum()
+
+    return loss
+
+
+def make_sgd(model: Any) -> Any:
+    """Return an SGD in which a made-up zero gradient would show."""
+    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=0.1)
+
+
+def make_adamw(model: Any) -> Any:
+    """Return an AdamW in which a made-up zero gradient would show."""
+    return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+
+
+def compare_with_one_process(
+    hvd: Any,
+    world: Any,
+    comm: Any,
+    make_model: Callable[[], Any],
+    make_optimizer: Callable[[Any], Any],
+    loss: Callable[[Any, int, int], Any],
+    steps: int = 5,
+    **options: Any,
+) -> tuple[Any, Any]:
+    """Train distributed and in one process, and compare the weights after every step."""
+    model, alone = make_model(), make_model()
+    optimizer = hvd.DistributedOptimizer(make_optimizer(model), model.named_parameters(), **options)
+    plain = make_optimizer(alone)
+    divisor = 1 if options.get("op") == hvd.Sum else None
+    for step in range(steps):
+        optimizer.zero_grad()
+        value = loss(model, step, world.rank)
+        if value is not None:
+            value.backward()
+        optimizer.step()
+        simulate(alone, plain, loss, [step], world.size, divisor)
+        dtype = next(model.parameters()).dtype
+        tolerance = 1e-11 if dtype == torch.float64 else 1e-5
+        assert_close(parameters_of(model), parameters_of(alone), f"step {step}", tolerance)
+        assert_same_on_all_ranks(comm, model.parameters())
+    return model, optimizer

@@ -1,0 +1,268 @@
+"""Gradients gathered in buckets: persistent memory that is reduced as it is.
+
+A parameter's gradient becomes a view of its bucket, which costs one copy on the way in and
+none on the way out. Behind the gradients a bucket carries two flags for each of them, which
+are reduced along: whether any rank has a gradient, and whether it is a sparse one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hvdlite import Handle, ProcessSet
+from hvdlite.engine.submit import allocate_buffer, submit_allreduce
+from hvdlite.transport.types import ReduceOp
+
+from .compression import Compressor, NoneCompressor
+from .tensors import array_of, dtype_of, tensor_of
+
+__all__ = ["Bucket", "Place", "Reduction", "Slot", "distribute"]
+
+_ALIGNMENT = 64
+"""Bytes: vector instructions and cache lines like gradients to begin at multiples of it."""
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How gradients are combined."""
+
+    op: ReduceOp
+    prescale: float
+    postscale: float
+    compression: type[Compressor]
+    sparse_as_dense: bool
+    process_set: ProcessSet
+
+
+class Slot:
+    """A parameter and what has become of its gradient in this step.
+
+    Attributes:
+        name: the parameter's name, the same on all ranks.
+        bucket: where its gradient lives; None before that is agreed, and for sparse ones.
+        sparse_dim: dimensions that its sparse gradients index; 0 for dense gradients.
+        passes: backward passes since the last reduction.
+        present: whether it had a gradient when its bucket was submitted.
+    """
+
+    __slots__ = (
+        "address",
+        "bucket",
+        "name",
+        "parameter",
+        "passes",
+        "present",
+        "sparse_dim",
+        "view",
+    )
+
+    def __init__(self, name: str, parameter: torch.Tensor) -> None:
+        self.name = name
+        self.parameter = parameter
+        self.bucket: Bucket | None = None
+        self.view: Any = None  # a tensor, once there is a bucket
+        self.address = 0
+        self.sparse_dim = 0
+        self.passes = 0
+        self.present = False
+
+    @property
+    def holds_sparse(self) -> bool:
+        """Whether the parameter has a sparse gradient now."""
+        gradient = self.parameter.grad
+        return gradient is not None and gradient.layout is not torch.strided
+
+
+@dataclass(frozen=True)
+class Place:
+    """What has to be known of a parameter to lay out a bucket, the same on all ranks."""
+
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    group: int
+
+    @property
+    def elements(self) -> int:
+        return torch.Size(self.shape).numel()
+
+
+def distribute(
+    places: Iterable[Place], bucket_bytes: int, first_bucket_bytes: int
+) -> list[list[Place]]:
+    """Divide parameters into buckets.
+
+    Args:
+        places: in the order in which their gradients are expected. Those of one explicit
+            group (not negative) share a bucket of any size.
+        bucket_bytes: about how large the other buckets become.
+        first_bucket_bytes: the same for the first one, which should be under way early.
+    """
+    buckets: list[list[Place]] = []
+    filling: dict[tuple[torch.dtype, int], tuple[list[Place], int]] = {}
+    for place in places:
+        key = (place.dtype, place.group)
+        bucket, nbytes = filling.get(key, ([], 0))
+        if not bucket:
+            buckets.append(bucket)
+        bucket.append(place)
+        nbytes += place.elements * place.dtype.itemsize
+        limit = first_bucket_bytes if bucket is buckets[0] else bucket_bytes
+        filling[key] = ([], 0) if place.group < 0 and nbytes >= limit else (bucket, nbytes)
+    return buckets
+
+
+class Bucket:
+    """Gradients that are reduced together.
+
+    Args:
+        name: identifies the bucket across ranks.
+        slots: the parameters.
+        places: how the ranks agreed to lay them out.
+        reduction: how to combine them.
+    """
+
+    def __init__(
+        self, name: str, slots: Sequence[Slot], places: Sequence[Place], reduction: Reduction
+    ) -> None:
+        self.name = name
+        self.slots = list(slots)
+        self.places = list(places)
+        self.reduction = reduction
+        dtype = places[0].dtype
+        align = max(1, _ALIGNMENT // dtype.itemsize)
+        self._offsets: list[int] = []
+        end = 0
+        for place in places:
+            self._offsets.append(end)
+            end += -(-place.elements // align) * align
+        count = len(places)
+        buffer = allocate_buffer((end + 2 * count) * dtype.itemsize, reduction.process_set)
+        array = buffer.view(dtype_of(torch.empty(0, dtype=dtype)).storage)
+        self._flat = tensor_of(array, dtype)
+        self._gradients = self._flat[:end]
+        self._flags = self._flat[end:].view(2, count)
+        self._usual_flags = torch.tensor([[1.0], [0.0]]).to(dtype).repeat(1, count)
+        # On another device gradients cannot be views of host memory: they are copied.
+        self._direct = slots[0].parameter.device.type == "cpu"
+        # The same objects every time: the engine knows by that that there is nothing to copy.
+        self._arrays = [array]
+        self._dtypes = [dtype_of(self._flat)]
+        self._compressed: tuple[torch.Tensor, object] | None = None
+        for i, slot in enumerate(slots):
+            slot.bucket = self
+            self._make_view(i)
+        self.rewind()
+
+    def rewind(self) -> None:
+        """Begin a step: no gradient is there."""
+        self.handle: Handle | None = None
+        self.ready = 0
+        self._expected = 0
+
+    def is_complete(self) -> bool:
+        """Whether all gradients that this backward pass can bring are there."""
+        if self._expected == 0:
+            # Counted late, when backward runs: layers can be frozen at any time before.
+            expected = [s for s in self.slots if s.parameter.requires_grad and not s.sparse_dim]
+            self._expected = len(expected)
+        return self.ready >= self._expected
+
+    def _make_view(self, i: int) -> torch.Tensor:
+        slot, place = self.slots[i], self.places[i]
+        # detach: as_strided alone would make the view an alias in the eyes of autograd.
+        view = self._flat.as_strided(place.shape, place.stride, self._offsets[i]).detach()
+        slot.view, slot.address = view, view.data_ptr()
+        return view
+
+    def take(self, slot: Slot) -> None:
+        """Make the parameter's gradient a view of the bucket."""
+        gradient = slot.parameter.grad
+        assert gradient is not None
+        if gradient.layout is not torch.strided:
+            gradient = gradient.to_dense()
+        elif self._direct and gradient.data_ptr() == slot.address:
+            return
+        view = slot.view
+        if view is None or view.data_ptr() != slot.address:
+            # `gradient.data = ...` in user code has moved our view elsewhere.
+            view = self._make_view(self.slots.index(slot))
+        view.copy_(gradient.detach())
+        if self._direct:
+            # From now on autograd accumulates right into the bucket.
+            slot.parameter.grad = view
+
+    def submit(self) -> None:
+        """Complete the bucket with what this rank has, and begin its reduction."""
+        densify = self.reduction.sparse_as_dense
+        dense, sparse = [], []
+        for slot in self.slots:
+            slot.present = slot.parameter.grad is not None
+            is_sparse = slot.holds_sparse and not densify
+            dense.append(slot.present and not is_sparse and not slot.sparse_dim)
+            sparse.append(is_sparse and not slot.sparse_dim)
+            if dense[-1]:
+                self.take(slot)
+        if all(dense):
+            self._flags.copy_(self._usual_flags)
+        else:
+            pairs = zip(self.slots, dense, strict=True)
+            torch._foreach_zero_([slot.view for slot, there in pairs if not there])
+            self._flags.copy_(torch.tensor([dense, sparse]))
+        self.handle = self._begin()
+
+    def _begin(self) -> Handle:
+        arrays, dtypes = self._arrays, self._dtypes
+        compression = self.reduction.compression
+        if compression is not NoneCompressor:
+            compressed, context = compression.compress(self._gradients)
+            self._compressed = (compressed, context)
+            arrays = [array_of(compressed), array_of(self._flags)]
+            dtypes = [dtype_of(compressed), dtype_of(self._flags)]
+        return submit_allreduce(
+            arrays,
+            arrays,
+            dtypes=dtypes,
+            name=self.name,
+            op=self.reduction.op,
+            prescale=self.reduction.prescale,
+            postscale=self.reduction.postscale,
+            process_set=self.reduction.process_set,
+        )
+
+    def finish(self) -> list[tuple[Slot, bool]]:
+        """Wait for the reduction and put the results where optimizers look for them.
+
+        Returns:
+            Parameters for which some rank has a sparse gradient that nobody expected, each
+            with whether another rank has a dense one, whose sum is then in `slot.view`.
+        """
+        assert self.handle is not None
+        self.handle.wait()
+        if self._compressed is not None:
+            compressed, context = self._compressed
+            self._gradients.copy_(self.reduction.compression.decompress(compressed, context))
+            self._compressed = None
+        surprises = []
+        dense, sparse = self._flags.ne(0).tolist()
+        for slot, dense_anywhere, sparse_anywhere in zip(self.slots, dense, sparse, strict=True):
+            if sparse_anywhere:
+                surprises.append((slot, dense_anywhere))
+            elif dense_anywhere and (slot.parameter.grad is not None or not slot.present):
+                # Where a gradient was there and is gone, the user has discarded it meanwhile.
+                self.deliver(slot)
+        self.rewind()
+        return surprises
+
+    def deliver(self, slot: Slot) -> None:
+        """Make what is in the bucket the parameter's gradient."""
+        view, parameter = slot.view, slot.parameter
+        if not self._direct:
+            parameter.grad = view.to(parameter.device)
+        elif parameter.grad is not view:
+            parameter.grad = view

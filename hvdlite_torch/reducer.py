@@ -1,0 +1,336 @@
+"""When gradients are reduced: hooks on parameters begin it, `step()` ends it."""
+
+from __future__ import annotations
+
+import enum
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+import hvdlite
+from hvdlite.world import engine
+
+from .async_ops import allreduce_async
+from .bucket_set import BucketSet
+from .buckets import Reduction, Slot
+from .names import Label
+
+__all__ = ["Reducer"]
+
+_owners: Any = WeakIdKeyDictionary()
+"""Which reducer, by weak reference, a parameter's gradient belongs to."""
+
+_REDUCED = "_hvdlite_reduced"
+
+
+class _Settled(enum.Enum):
+    """Why there is nothing to reduce."""
+
+    BY_STEP = enum.auto()
+    BY_USER = enum.auto()
+
+
+class Reducer:
+    """Reduces the gradients of one optimizer. The optimizer owns it and is only known weakly.
+
+    A step goes through these states: gradients accumulate, and full buckets get under way;
+    `settle()` completes the rest and waits; then nothing happens until fresh gradients come,
+    `zero_grad()` is called or the optimizer has stepped.
+
+    Args:
+        optimizer: whose `step()` has to wait for reduced gradients.
+        label: identifies the optimizer across ranks.
+        names: names of parameters, the same on all ranks (a `WeakIdKeyDictionary`, so that
+            a parameter that is gone cannot be taken for a new one).
+        groups: numbers of the explicit groups of parameters, likewise.
+        reduction: how to combine gradients.
+        passes_per_step: backward passes that accumulate before a reduction.
+        bucket_bytes: size of a bucket, and of the first one.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        label: Label,
+        names: Any,
+        groups: Any,
+        reduction: Reduction,
+        passes_per_step: int,
+        bucket_bytes: tuple[int, int],
+    ) -> None:
+        self.label = label
+        self.names = names
+        self.groups = groups
+        self.reduction = reduction
+        self.passes_per_step = passes_per_step
+        self.bucket_bytes = bucket_bytes
+        self._optimizer = weakref.ref(optimizer)
+        self._buckets = BucketSet(label, groups, reduction, bucket_bytes)
+        self._slots: dict[int, Slot] = {}
+        self._observed: list[Slot] = []
+        self._hooks: list[Any] = []
+        self._completed = 0
+        self._fresh = False
+        self._settled: _Settled | None = None
+        self._skipping = False
+        self._lost = 0
+        self._engine: weakref.ref[Any] | None = None
+        self.active = False
+        self._meet_engine()
+        if self.active:
+            self._adopt(optimizer)
+        weakref.finalize(self, _remove, self._hooks).atexit = False
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer whose gradients these are."""
+        optimizer = self._optimizer()
+        if optimizer is None:
+            raise ReferenceError("The optimizer of this reducer does not exist any more.")
+        return optimizer
+
+    def _meet_engine(self) -> None:
+        """Begin anew where hvdlite has been shut down and initialised again."""
+        current = engine()
+        if self._engine is None or self._engine() is not current:
+            self._forget()
+            self._engine = weakref.ref(current)
+            process_set = self.reduction.process_set
+            self.active = process_set.included() and process_set.size() > 1
+
+    # -- parameters ---------------------------------------------------------------------
+
+    def _adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take on parameters that are new or have begun to require gradients."""
+        for g, group in enumerate(optimizer.param_groups):
+            for p, parameter in enumerate(group["params"]):
+                if id(parameter) in self._slots or not parameter.requires_grad:
+                    continue
+                name = self.names.setdefault(parameter, f"group.{g}.parameter.{p}")
+                slot = Slot(name, parameter)
+                self._slots[id(parameter)] = slot
+                self._claim(slot)
+
+    def _claim(self, slot: Slot) -> None:
+        previous = _owners.get(slot.parameter)
+        previous = previous and previous()
+        if previous is not None and previous is not self:
+            previous._release(slot.parameter)
+        reference = weakref.ref(self)
+        _owners[slot.parameter] = reference
+
+        # The hook must not keep the reducer alive: parameters outlive optimizers.
+        def accumulated(_: torch.Tensor) -> None:
+            reducer = reference()
+            if reducer is not None:
+                reducer._accumulated(slot)
+
+        parameter: Any = slot.parameter
+        self._hooks.append(parameter.register_post_accumulate_grad_hook(accumulated))
+
+    def _release(self, parameter: torch.Tensor) -> None:
+        self._lost += 1
+        for hook in self._hooks:
+            hook.remove()
+
+    # -- accumulation -------------------------------------------------------------------
+
+    def _accumulated(self, slot: Slot) -> None:
+        if slot.passes >= self.passes_per_step:
+            raise AssertionError(
+                f"The gradient of {slot.name!r} was computed more than "
+                f"backward_passes_per_step={self.passes_per_step} times before step() or "
+                "synchronize(). Call one of them first, or raise backward_passes_per_step."
+            )
+        if not self._fresh:
+            self._meet_engine()
+        slot.passes += 1
+        self._fresh = True
+        self._settled = None
+        if slot.passes == 1 and slot.bucket is None and not slot.sparse_dim:
+            self._observed.append(slot)
+        if slot.passes == self.passes_per_step:
+            self._completed += 1
+        bucket = slot.bucket
+        if bucket is None or slot.sparse_dim or slot.holds_sparse:
+            return
+        if bucket.handle is not None:
+            raise RuntimeError(
+                f"The gradient of {slot.name!r} came when its bucket was under way already: "
+                "requires_grad changed between backward passes of one step."
+            )
+        bucket.take(slot)
+        if slot.passes == self.passes_per_step:
+            bucket.ready += 1
+            if bucket.is_complete():
+                bucket.submit()
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Reset the gradients, as the optimizer itself would.
+
+        Raises:
+            AssertionError: gradients of the last backward pass are still to be reduced.
+        """
+        if self._completed:
+            raise AssertionError(
+                "zero_grad() was called after backward() and before step() or synchronize(), "
+                "while gradients are being reduced. Call it before backward(), or call "
+                "synchronize() first."
+            )
+        optimizer = self.optimizer
+        type(optimizer).zero_grad(optimizer, *args, **kwargs)
+        for slot in self._slots.values():
+            slot.passes = 0
+        self._fresh = False
+        self._settled = None
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Set how many backward passes accumulate (as a sum) before gradients are reduced.
+
+        Raises:
+            ValueError: `passes` is not a positive number.
+            RuntimeError: gradients are being reduced.
+        """
+        if passes < 1:
+            raise ValueError(f"backward_passes_per_step must be at least 1, not {passes}.")
+        if self._completed:
+            raise RuntimeError(
+                "backward_passes_per_step cannot change while gradients are being reduced: "
+                "call it before backward(), or after step() or synchronize()."
+            )
+        self.passes_per_step = passes
+        for slot in self._slots.values():
+            slot.passes = 0
+
+    # -- steps --------------------------------------------------------------------------
+
+    def synchronize(self) -> None:
+        """Reduce what has not been reduced yet, and wait until all gradients are.
+
+        Raises:
+            MismatchError: the ranks' parameters differ (on every rank).
+            HvdliteInternalError: a peer left, or the engine was shut down.
+        """
+        self.settle()
+        self._settled = _Settled.BY_USER
+
+    def settle(self) -> None:
+        """Do what `synchronize()` does, on behalf of a step."""
+        if self._settled is None:
+            self._reduce()
+            self._settled = _Settled.BY_STEP
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Have `step()` use gradients as they are: for after `synchronize()`."""
+        before, self._skipping = self._skipping, True
+        try:
+            yield
+        finally:
+            self._skipping = before
+
+    def before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Reduce gradients, or have the closure reduce them after each evaluation."""
+        if self._skipping:
+            if self._fresh:
+                raise RuntimeError(
+                    "step() was called within skip_synchronize(), but the gradients of the last "
+                    "backward pass have not been reduced: call synchronize() first."
+                )
+            return None
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is not None and callable(closure):
+            if not self.active or hasattr(closure, _REDUCED):
+                return None
+            closure = self._reduced(closure)
+            if "closure" in kwargs:
+                return args, {**kwargs, "closure": closure}
+            return (args[0], closure, *args[2:]), kwargs
+        if self._settled is _Settled.BY_USER:
+            warnings.warn(
+                "step() was called after synchronize() without skip_synchronize(): the "
+                "gradients are not reduced a second time. Write "
+                "`with optimizer.skip_synchronize(): optimizer.step()`.",
+                stacklevel=3,
+            )
+        self.settle()
+        return None
+
+    def after_step(self, *_: Any) -> None:
+        """Note that the gradients have served their purpose."""
+        self._settled = None
+
+    def _reduced(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a closure after which gradients and the loss are those of all ranks.
+
+        The loss too: optimizers decide by it how to go on, and have to decide alike.
+        """
+
+        def evaluate(*args: Any, **kwargs: Any) -> Any:
+            loss = closure(*args, **kwargs)
+            self.settle()
+            if loss is None:
+                return None
+            is_tensor = isinstance(loss, torch.Tensor)
+            value = loss.detach() if is_tensor else torch.tensor(float(loss), dtype=torch.float64)
+            total = allreduce_async(
+                value,
+                name=f"{self.label}.loss",
+                op=self.reduction.op,
+                process_set=self.reduction.process_set,
+            ).wait()
+            return total if is_tensor else total.item()
+
+        setattr(evaluate, _REDUCED, True)
+        return evaluate
+
+    # -- reduction ----------------------------------------------------------------------
+
+    def _reduce(self) -> None:
+        if self._lost:
+            raise RuntimeError(
+                f"{self._lost} parameter(s) of this optimizer have been passed to another "
+                "DistributedOptimizer since: only one can reduce a gradient."
+            )
+        if self.active or hvdlite.is_initialized():
+            self._meet_engine()
+        if not self.active:
+            return
+        try:
+            self._adopt(self.optimizer)
+            waiting = [s for s in self._slots.values() if s.bucket is None and not s.sparse_dim]
+            if waiting:
+                self._buckets.add(self._in_observed_order(waiting))
+            self._buckets.reduce()
+        except BaseException as error:
+            if isinstance(error, Exception):  # and nobody is impatient
+                self._buckets.drain()
+            self._forget()
+            raise
+        finally:
+            for slot in self._slots.values():
+                slot.passes = 0
+            self._completed = 0
+            self._fresh = False
+
+    def _in_observed_order(self, slots: Sequence[Slot]) -> list[Slot]:
+        """Sort by when gradients came; those that didn't, last registered first."""
+        times = {id(slot): time for time, slot in enumerate(self._observed)}
+        self._observed = []
+        return sorted(slots[::-1], key=lambda slot: times.get(id(slot), len(times)))
+
+    def _forget(self) -> None:
+        self._buckets.forget()
+        self._observed = []
+
+
+def _remove(hooks: Sequence[Any]) -> None:
+    for hook in hooks:
+        hook.remove()

@@ -1,0 +1,191 @@
+"""PyTorch tensors as the NumPy views that the engine works on, and back, without copies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.autograd.graph import increment_version
+
+import hvdlite
+from hvdlite.transport.types import Array, DType
+
+__all__ = [
+    "Target",
+    "array_of",
+    "check_tensor",
+    "check_tensors",
+    "dtype_of",
+    "is_dense",
+    "source_of",
+    "tensor_of",
+]
+
+_DTYPES: dict[torch.dtype, DType] = {
+    torch.bool: DType.BOOL,
+    torch.uint8: DType.UINT8,
+    torch.int8: DType.INT8,
+    torch.int16: DType.INT16,
+    torch.int32: DType.INT32,
+    torch.int64: DType.INT64,
+    torch.float16: DType.FLOAT16,
+    torch.bfloat16: DType.BFLOAT16,
+    torch.float32: DType.FLOAT32,
+    torch.float64: DType.FLOAT64,
+    torch.complex64: DType.COMPLEX64,
+    torch.complex128: DType.COMPLEX128,
+}
+for _name in ("uint16", "uint32", "uint64"):  # since PyTorch 2.3
+    if hasattr(torch, _name):
+        _DTYPES[getattr(torch, _name)] = DType[_name.upper()]
+
+
+def check_tensor(value: Any, operation: str, argument: str = "tensor") -> torch.Tensor:
+    """Return `value` if it is a tensor that can be communicated.
+
+    Raises:
+        TypeError: it is not a tensor, is sparse, or has elements that don't travel.
+    """
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(
+            f"{operation}: argument '{argument}' must be a torch.Tensor, "
+            f"not {type(value).__name__} ({_whereabouts()})."
+        )
+    if value.layout is not torch.strided:
+        hint = "; use sparse_allreduce_async" if "allreduce" in operation else ""
+        raise TypeError(
+            f"{operation}: argument '{argument}' has the layout {value.layout} and not "
+            f"torch.strided ({_whereabouts()}); densify it with to_dense() first{hint}."
+        )
+    if value.dtype not in _DTYPES:
+        raise TypeError(
+            f"{operation}: argument '{argument}' has elements of type {value.dtype}, which "
+            f"cannot be communicated ({_whereabouts()})."
+        )
+    return value
+
+
+def check_tensors(values: Any, operation: str) -> list[torch.Tensor]:
+    """Return a sequence of tensors as a list, each checked like `check_tensor` does.
+
+    Raises:
+        TypeError: it is no sequence of tensors that can be communicated.
+    """
+    if isinstance(values, torch.Tensor) or not hasattr(values, "__iter__"):
+        raise TypeError(
+            f"{operation}: argument 'tensors' must be a sequence of tensors, "
+            f"not {type(values).__name__} ({_whereabouts()})."
+        )
+    return [check_tensor(value, operation, f"tensors[{i}]") for i, value in enumerate(values)]
+
+
+def _whereabouts() -> str:
+    return f"rank {hvdlite.rank()}" if hvdlite.is_initialized() else "before init()"
+
+
+def dtype_of(tensor: torch.Tensor) -> DType:
+    """Return the element type of a tensor that `check_tensor` has passed."""
+    return _DTYPES[tensor.dtype]
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill their memory without gaps or overlaps, in whatever order."""
+    expected = 1
+    for stride, extent in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if extent != 1:
+            if stride != expected:
+                return False
+            expected *= extent
+    return True
+
+
+def _may_overlap(tensor: torch.Tensor) -> bool:
+    """Whether two elements may share memory; never False for one where they do."""
+    reach = 0
+    for stride, extent in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if extent > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (extent - 1)
+    return False
+
+
+def array_of(tensor: torch.Tensor) -> Array:
+    """Return a view of the memory of a strided tensor in host memory (bfloat16 as uint16)."""
+    plain = tensor.detach()
+    if plain.dtype is torch.bfloat16:
+        return plain.view(torch.int16).numpy().view(np.uint16)
+    array: Array = plain.numpy()
+    return array
+
+
+def tensor_of(array: Array, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor that shares the memory of an array made for elements of `dtype`."""
+    if not array.flags.writeable:
+        array = array.copy()
+    if dtype is torch.bfloat16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def source_of(tensor: torch.Tensor) -> Array:
+    """Return the tensor's own memory to read from, or a copy where that is not plain numbers."""
+    return array_of(_plain(tensor))
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    # The conjugate and negative bits say that the memory holds other numbers than the tensor.
+    return tensor.detach().resolve_conj().resolve_neg().cpu()
+
+
+@dataclass(slots=True)
+class Target:
+    """Where the engine puts a result: a tensor's memory, or a stand-in to be copied to it."""
+
+    tensor: torch.Tensor
+    array: Array
+    stage: torch.Tensor | None = None
+
+    @classmethod
+    def fresh(cls, like: torch.Tensor) -> Target:
+        """Return a new tensor of the same shape, type, device and (where dense) strides."""
+        result = torch.empty_like(like, requires_grad=False).detach()
+        if result.is_conj() or result.is_neg():
+            result = result.clone()
+        return cls._on(result)
+
+    @classmethod
+    def in_place(cls, tensor: torch.Tensor, operation: str) -> Target:
+        """Return the tensor itself as the target; the stand-in holds its values.
+
+        Raises:
+            ValueError: several of the tensor's elements share memory.
+        """
+        if any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True)):
+            raise ValueError(
+                f"{operation}: cannot work in place on an expanded tensor, several elements of "
+                f"which share memory (shape {tuple(tensor.shape)}, strides {tensor.stride()}; "
+                f"{_whereabouts()}); clone() it first."
+            )
+        return cls._on(tensor)
+
+    @classmethod
+    def _on(cls, tensor: torch.Tensor) -> Target:
+        direct = tensor.device.type == "cpu" and not (tensor.is_conj() or tensor.is_neg())
+        if direct and not _may_overlap(tensor):
+            return cls(tensor, array_of(tensor))
+        stage = _plain(tensor).clone(memory_format=torch.contiguous_format)
+        return cls(tensor, array_of(stage), stage)
+
+    def finish(self) -> torch.Tensor:
+        """Return the tensor, with the result in it."""
+        if self.stage is not None:
+            with torch.no_grad():
+                self.tensor.copy_(self.stage)
+        else:
+            # Autograd does not see writes through NumPy; it has to refuse a backward pass
+            # through values that are gone.
+            increment_version(self.tensor)
+        return self.tensor

@@ -1,0 +1,155 @@
+"""How gradients are named, and which travel together (B19, B26)."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import hvdlite_torch  # noqa: E402
+
+from .torch_helpers import (  # noqa: E402
+    Branches,
+    assert_close,
+    digest,
+    make_cnn,
+    make_sgd,
+    train,
+)
+
+nn = torch.nn
+F64 = torch.float64
+
+
+@pytest.fixture
+def hvd(hvd):
+    return hvdlite_torch
+
+
+# -- names ----------------------------------------------------------------------------------
+
+
+def test_names_are_checked(hvd, world):
+    model = Branches()
+    named = list(model.named_parameters())
+    wrong = {
+        "duplicate": [*named, ("a.bias", nn.Parameter(torch.ones(1)))],
+        "lacks 1": named[1:],
+        "tuples": [parameter for _, parameter in named],
+        r"\(name, parameter\)": [(parameter, name) for name, parameter in named],
+    }
+    for message, value in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            hvd.DistributedOptimizer(make_sgd(model), named_parameters=value)
+    with pytest.raises(TypeError, match="Optimizer"):
+        hvd.DistributedOptimizer(model)
+    with pytest.raises(ValueError, match="already"):
+        hvd.DistributedOptimizer(hvd.DistributedOptimizer(make_sgd(model)))
+    with pytest.raises(ValueError, match="at least 1"):
+        hvd.DistributedOptimizer(make_sgd(model), backward_passes_per_step=0)
+    hvd.DistributedOptimizer(make_sgd(model), named_parameters=dict(named))
+
+
+@pytest.mark.np(2, 3)
+def test_names_and_not_positions_identify_parameters(hvd, world, comm):
+    # Equal shapes in another order on each rank: by position the wrong ones would be averaged.
+    layers = {name: nn.Linear(4, 4).to(F64) for name in "abcd"}
+    order = "abcd" if world.rank == 0 else "dcba"
+    torch.manual_seed(9)
+    for name in "abcd":
+        nn.init.normal_(layers[name].weight)
+    model = nn.ModuleDict({name: layers[name] for name in order})
+    prefix = "module._orig_mod." if world.rank == 1 else ""
+    before = {name: layers[name].weight.detach().clone() for name in order}
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        [(prefix + name, parameter) for name, parameter in model.named_parameters()],
+    )
+    scale = {"a": 1.0, "b": 2.0, "c": 4.0, "d": 8.0}
+    loss = sum(scale[name] * (world.rank + 1) * layer.weight.sum() for name, layer in model.items())
+    loss.backward()
+    optimizer.step()
+    mean = sum(rank + 1 for rank in world.ranks) / world.size
+    for name in order:
+        assert_close(layers[name].weight.detach(), before[name] - scale[name] * mean)
+
+
+@pytest.mark.np(2, 3)
+def test_parameters_that_differ_between_ranks(hvd, world, comm):
+    cases = {
+        "'1.bias'": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=world.rank != 1)),
+        "shape": nn.Linear(2, 3 if world.rank == 1 else 2),
+        "float64": nn.Linear(2, 2).to(F64 if world.rank == 1 else torch.float32),
+    }
+    for words, model in cases.items():
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
+        )
+        dtype = next(model.parameters()).dtype
+        model(torch.ones(1, 2, dtype=dtype)).sum().backward()
+        with pytest.raises(hvd.MismatchError, match=f"^Mismatched .*{words}") as caught:
+            optimizer.step()
+        assert "rank 0" in str(caught.value) and "rank 1" in str(caught.value)
+        assert len(set(comm.allgather(str(caught.value)))) == 1
+
+
+# -- buckets --------------------------------------------------------------------------------
+
+
+@pytest.mark.np(2)
+def test_buckets_never_show_in_the_numbers(hvd, world, comm):
+    sizes = torch.randint(1, 400, (300,), generator=torch.Generator().manual_seed(26)).tolist()
+    sizes[11] = 5001
+
+    def run(**options):
+        torch.manual_seed(12)
+        parameters = [nn.Parameter(torch.randn(size)) for size in sizes]
+        if options.get("groups") == "lists":
+            options["groups"] = [parameters[10:20], parameters[100:103]]
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1), **options)
+        for step in range(3):
+            optimizer.zero_grad()
+            generator = torch.Generator().manual_seed(10 * step + world.rank)
+            weights = torch.randn(sum(sizes), generator=generator)
+            (torch.cat(parameters) * weights).sin().sum().backward()
+            optimizer.step()
+        return digest(parameters)
+
+    exact = 4 * sum(sizes[-10:])
+    results = {
+        run(**options)
+        for options in (
+            {"bucket_bytes": 0},
+            {"bucket_bytes": 1},
+            {"bucket_bytes": exact},
+            {"bucket_bytes": 4 * 5000},
+            {"bucket_bytes": 64 << 20},
+            {"num_groups": 1},
+            {"groups": 7},
+            {"groups": "lists"},
+            {},
+        )
+    }
+    assert len(results) == 1
+
+
+def test_groups_are_checked(hvd, world):
+    model = Branches()
+    one = list(model.parameters())
+    for wrong in (-1, "text", [one[0]], [[1, 2]], [[one[0]], [one[0]]]):
+        with pytest.raises(ValueError, match="group"):
+            hvd.DistributedOptimizer(make_sgd(model), groups=wrong)
+
+
+def test_gradients_live_in_few_buffers(hvd, world):
+    if world.size == 1:
+        pytest.skip("one rank has nothing to reduce")
+    model = make_cnn()
+    optimizer = hvd.DistributedOptimizer(make_sgd(model), model.named_parameters())
+    addresses = []
+    for step in range(3):
+        train(model, optimizer, [step], world.rank, world.size)
+        addresses.append([p.grad.data_ptr() for p in model.parameters()])
+        storages = {p.grad.untyped_storage().data_ptr() for p in model.parameters()}
+        assert len(storages) == 1
+    assert addresses[0] == addresses[1] == addresses[2]

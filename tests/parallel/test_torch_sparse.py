@@ -1,0 +1,136 @@
+"""Sparse gradients, as of embeddings (B25)."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import hvdlite_torch  # noqa: E402
+
+from .torch_helpers import (  # noqa: E402
+    assert_close,
+    assert_same_on_all_ranks,
+    inputs_of,
+    make_sgd,
+    parameters_of,
+    simulate,
+)
+
+nn = torch.nn
+F64 = torch.float64
+
+
+@pytest.fixture
+def hvd(hvd):
+    return hvdlite_torch
+
+
+class Words(nn.Module):
+    def __init__(self, sparse):
+        super().__init__()
+        torch.manual_seed(10)
+        self.embedding = nn.Embedding(12, 3, sparse=sparse)
+        self.late = nn.Embedding(5, 3, sparse=sparse)
+        self.out = nn.Linear(3, 1)
+        self.to(F64)
+
+
+def _tokens_loss(size):
+    def loss(model, step, rank):
+        value = model.out(inputs_of(step, rank, (2, 3))).square().sum()
+        if rank == size - 1 and size > 1 and step % 2:
+            return value  # a rank that sees no tokens
+        tokens = torch.tensor([rank, 3, 3, 5 + step, rank])
+        value = value + (model.embedding(tokens) * inputs_of(step, rank, (5, 3))).sum()
+        if step >= 2 and rank == 0:
+            value = value + (model.late(torch.tensor([1, 4, 4])) ** 2).sum()
+        return value
+
+    return loss
+
+
+@pytest.mark.parametrize("op", ["Average", "Sum"])
+def test_sparse_gradients(hvd, world, comm, op):
+    size = world.size
+    divisor = size if op == "Average" else 1
+
+    def optimizers(model):
+        tables = [model.embedding.weight, model.late.weight]
+        return torch.optim.SparseAdam(tables, lr=0.1), make_sgd(model.out)
+
+    model, alone = Words(sparse=True), Words(sparse=True)
+    names = dict(model.named_parameters())
+    mine = [hvd.DistributedOptimizer(o, names, op=getattr(hvd, op)) for o in optimizers(model)]
+    plain = optimizers(alone)
+    loss = _tokens_loss(size)
+    for step in range(5):
+        for optimizer in mine:
+            optimizer.zero_grad()
+        loss(model, step, world.rank).backward()
+        for optimizer in mine:
+            optimizer.step()
+        for parameter in alone.parameters():
+            parameter.grad = None
+        sum(loss(alone, step, rank) for rank in world.ranks).div(divisor).backward()
+        for optimizer in plain:
+            optimizer.step()
+        for (name, one), two in zip(model.named_parameters(), alone.parameters(), strict=True):
+            assert_close(one.detach(), two.detach(), f"step {step}: {name}", 1e-11)
+        assert (model.late.weight.grad is None) == (step < 2)
+        gradient = model.embedding.weight.grad
+        assert gradient is None or gradient.is_sparse
+        assert_same_on_all_ranks(comm, model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["sparse_as_dense", "SGD"])
+def test_sparse_as_dense_gives_the_same_weights(hvd, world, comm, kind):
+    model, alone = Words(sparse=True), Words(sparse=False)
+
+    def plain_sgd(model):
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    optimizer = hvd.DistributedOptimizer(
+        plain_sgd(model),
+        model.named_parameters(),
+        sparse_as_dense=kind == "sparse_as_dense",
+    )
+    plain = plain_sgd(alone)
+    loss = _tokens_loss(world.size)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss(model, step, world.rank).backward()
+        optimizer.step()
+        simulate(alone, plain, loss, [step], world.size)
+        assert_close(parameters_of(model), parameters_of(alone), f"step {step}", 1e-11)
+        assert_same_on_all_ranks(comm, model.parameters())
+
+
+@pytest.mark.np(2, 3)
+@pytest.mark.parametrize("late", [False, True])
+def test_sparse_on_one_rank_and_dense_on_another(hvd, world, comm, late):
+    def make(sparse):
+        torch.manual_seed(11)
+        return nn.ModuleDict(
+            {"table": nn.Embedding(6, 2, sparse=sparse), "out": nn.Linear(2, 1)}
+        ).to(F64)
+
+    def loss(model, step, rank):
+        value = model["out"](inputs_of(step, rank, (2, 2))).square().sum()
+        if late and step == 0:
+            return value
+        tokens = torch.tensor([rank, 2, step, 2])
+        return value + (model["table"](tokens) ** 2).sum()
+
+    def plain_sgd(model):
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    model, alone = make(sparse=world.rank == 0), make(sparse=False)
+    optimizer = hvd.DistributedOptimizer(plain_sgd(model), model.named_parameters())
+    plain = plain_sgd(alone)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss(model, step, world.rank).backward()
+        optimizer.step()
+        simulate(alone, plain, loss, [step], world.size)
+        assert_close(parameters_of(model), parameters_of(alone), f"step {step}", 1e-11)
