@@ -92,7 +92,7 @@ def find_mismatch(key: Key, by_rank: dict[int, Request], ranks: Sequence[int]) -
     for what, value_of in _CHECKS:
         values: dict[str, list[int]] = {}
         for rank in sorted(by_rank):
-            values.setdefault(value_of(by_rank[rank]), []).append(ranks[rank])
+            values.setdefault(value_of(by_rank[rank], ranks), []).append(ranks[rank])
         if len(values) > 1:
             kinds = {request.kind for request in by_rank.values()}
             name = display(key, first.kind if len(kinds) == 1 else Kind.ALLREDUCE)
@@ -134,16 +134,16 @@ def _set_ranks(request: Request) -> str:
     return str(list(request.splits)) if is_change else ""
 
 
-_CHECKS: tuple[tuple[str, Callable[[Request], str]], ...] = (
-    ("operation", lambda r: str(r.kind)),
-    ("number of tensors", lambda r: str(len(r.shapes))),
-    ("data type", lambda r: _each(r.dtypes)),
-    ("shape", _shapes),
-    ("prescale factor", lambda r: str(r.prescale)),
-    ("postscale factor", lambda r: str(r.postscale)),
-    ("reduce op", lambda r: str(r.op)),
-    ("root rank", lambda r: str(r.root)),
-    ("process set", _set_ranks),
+_CHECKS: tuple[tuple[str, Callable[[Request, Sequence[int]], str]], ...] = (
+    ("operation", lambda r, _: str(r.kind)),
+    ("number of tensors", lambda r, _: str(len(r.shapes))),
+    ("data type", lambda r, _: _each(r.dtypes)),
+    ("shape", lambda r, _: _shapes(r)),
+    ("prescale factor", lambda r, _: str(r.prescale)),
+    ("postscale factor", lambda r, _: str(r.postscale)),
+    ("reduce op", lambda r, _: str(r.op)),
+    ("root rank", lambda r, ranks: str(ranks[r.root])),
+    ("process set", lambda r, _: _set_ranks(r)),
 )
 
 
