@@ -324,7 +324,8 @@ class Reducer:
         """Sort by when gradients came; those that didn't, last registered first."""
         times = {id(slot): time for time, slot in enumerate(self._observed)}
         self._observed = []
-        return sorted(reversed(slots), key=lambda slot: times.get(id(slot), len(times)))
+        backwards = slots[::-1]
+        return sorted(backwards, key=lambda slot: times.get(id(slot), len(times)))
 
     def _forget(self) -> None:
         self._buckets.forget()
