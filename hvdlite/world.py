@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .exceptions import HvdliteError, NotInitializedError
-from .log import configure
+from .log import configure, logger
 from .settings import Settings
 from .transport.base import Communicator, Pending
 
@@ -153,6 +153,11 @@ def init(
             global_process_set.ranks = None
             raise
         _world = state
+        logger.debug(
+            "rank %d of %d, local rank %d of %d on host %s; %s",
+            *(state.rank, state.size, state.local_rank, state.local_size),
+            *(state.hosts[state.rank], settings),
+        )
         state.engine.start()
         faults.guard(state.engine, settings.abort_on_exception)
         atexit.register(_leave_at_exit)

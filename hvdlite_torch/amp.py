@@ -23,7 +23,8 @@ def teach_grad_scaler(
         before: called with the optimizer before its gradients are looked at.
         after: called with the optimizer after `scaler.step()`, also where that has skipped.
     """
-    scaler: Any = torch.amp.GradScaler
+    # PyTorch 2.2 has it for CUDA only.
+    scaler: Any = getattr(torch.amp, "GradScaler", torch.cuda.amp.GradScaler)
     unscale, step = scaler._unscale_grads_, scaler.step
     if hasattr(step, "knows_hvdlite"):
         return

@@ -12,6 +12,7 @@ from hvdlite.collectives import resolve_op
 from hvdlite.engine import submit
 from hvdlite.transport.types import Array, ReduceOp
 
+from .eager import eager
 from .tensors import Target, check_tensor, check_tensors, dtype_of, source_of, tensor_of
 
 __all__ = [
@@ -37,6 +38,7 @@ Splits = Sequence[int] | torch.Tensor | None
 # -- all-reduce ---------------------------------------------------------------------------
 
 
+@eager
 def allreduce_async(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -52,6 +54,7 @@ def allreduce_async(
     return _then(_allreduce([tensor], targets, name, reduction, process_set), _only)
 
 
+@eager
 def allreduce_async_(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -67,6 +70,7 @@ def allreduce_async_(
     return _then(_allreduce(None, targets, name, reduction, process_set), _only)
 
 
+@eager
 def grouped_allreduce_async(
     tensors: Sequence[torch.Tensor],
     average: bool | None = None,
@@ -83,6 +87,7 @@ def grouped_allreduce_async(
     return _allreduce(tensors, targets, name, reduction, process_set)
 
 
+@eager
 def grouped_allreduce_async_(
     tensors: Sequence[torch.Tensor],
     average: bool | None = None,
@@ -126,6 +131,7 @@ def _allreduce(
 # -- broadcast ----------------------------------------------------------------------------
 
 
+@eager
 def broadcast_async(
     tensor: torch.Tensor,
     root_rank: int,
@@ -139,6 +145,7 @@ def broadcast_async(
     return _then(handle, _only)
 
 
+@eager
 def broadcast_async_(
     tensor: torch.Tensor,
     root_rank: int,
@@ -185,6 +192,7 @@ def _broadcast(
 # -- all-gather, all-to-all, reduce-scatter: results of sizes that only the ranks together know
 
 
+@eager
 def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
@@ -193,6 +201,7 @@ def allgather_async(
     return _then(grouped_allgather_async([tensor], name, process_set), _only)
 
 
+@eager
 def grouped_allgather_async(
     tensors: Sequence[torch.Tensor],
     name: str | None = None,
@@ -209,6 +218,7 @@ def grouped_allgather_async(
     return _then(handle, lambda arrays: _like(arrays, tensors))
 
 
+@eager
 def alltoall_async(
     tensor: torch.Tensor,
     splits: Splits = None,
@@ -254,6 +264,7 @@ def counts_like(received: torch.Tensor, splits: Splits) -> torch.Tensor:
     return received.to(splits) if isinstance(splits, torch.Tensor) else received
 
 
+@eager
 def reducescatter_async(
     tensor: torch.Tensor,
     name: str | None = None,
@@ -270,6 +281,7 @@ def reducescatter_async(
     return _then(handle, _only)
 
 
+@eager
 def grouped_reducescatter_async(
     tensors: Sequence[torch.Tensor],
     name: str | None = None,

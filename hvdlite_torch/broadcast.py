@@ -14,6 +14,7 @@ from hvdlite import Handle, MismatchError, ProcessSet, global_process_set
 from hvdlite.transport.types import Array
 
 from .async_ops import broadcast_many_
+from .eager import eager
 from .names import clean_names
 from .tensors import check_tensor
 
@@ -23,6 +24,7 @@ _REQUEST_BYTES = 32 << 20
 """Tensors are grouped into requests of about this size: few, and none of them huge."""
 
 
+@eager
 def broadcast_parameters(
     params: Mapping[str, Any] | Iterable[Any],
     root_rank: int,

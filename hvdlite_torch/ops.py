@@ -22,6 +22,7 @@ from hvdlite.transport.types import ReduceOp
 from . import async_ops, autograd
 from .async_ops import Splits
 from .compression import Compression, Compressor
+from .eager import eager
 from .sparse import SparseHandle
 from .tensors import check_tensor, check_tensors
 
@@ -44,6 +45,7 @@ __all__ = [
 ]
 
 
+@eager
 def synchronize(handle: Handle | SparseHandle, timeout: float | None = None) -> Any:
     """Wait for a collective and return its result.
 
@@ -61,16 +63,19 @@ def synchronize(handle: Handle | SparseHandle, timeout: float | None = None) -> 
     return hvdlite.synchronize(handle, timeout)
 
 
+@eager
 def poll(handle: Handle | SparseHandle) -> bool:
     """Return whether `synchronize(handle)` would return at once."""
     return handle.done() if isinstance(handle, SparseHandle) else hvdlite.poll(handle)
 
 
+@eager
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return once every rank of the process set has called this."""
     hvdlite.barrier(process_set)
 
 
+@eager
 def join(device: int = -1) -> int:
     """Say that this rank has no more data, and wait until all ranks have.
 
@@ -86,6 +91,7 @@ def join(device: int = -1) -> int:
     return hvdlite.join()
 
 
+@eager
 def allreduce(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -129,6 +135,7 @@ def allreduce(
     )[0]
 
 
+@eager
 def grouped_allreduce(
     tensors: Sequence[torch.Tensor],
     average: bool | None = None,
@@ -176,6 +183,7 @@ def _reduced(
     ]
 
 
+@eager
 def allreduce_(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -191,6 +199,7 @@ def allreduce_(
     ).wait()
 
 
+@eager
 def grouped_allreduce_(
     tensors: Sequence[torch.Tensor],
     average: bool | None = None,
@@ -206,6 +215,7 @@ def grouped_allreduce_(
     ).wait()
 
 
+@eager
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
@@ -226,6 +236,7 @@ def allgather(
     return grouped_allgather([tensor], name, process_set)[0]
 
 
+@eager
 def grouped_allgather(
     tensors: Sequence[torch.Tensor],
     name: str | None = None,
@@ -240,6 +251,7 @@ def grouped_allgather(
     ).wait()
 
 
+@eager
 def broadcast(
     tensor: torch.Tensor,
     root_rank: int,
@@ -271,6 +283,7 @@ def broadcast(
     ).wait()
 
 
+@eager
 def broadcast_(
     tensor: torch.Tensor,
     root_rank: int,
@@ -283,6 +296,7 @@ def broadcast_(
     ).wait()
 
 
+@eager
 def alltoall(
     tensor: torch.Tensor,
     splits: Splits = None,
@@ -315,6 +329,7 @@ def alltoall(
     return output if splits is None else (output, async_ops.counts_like(received, splits))
 
 
+@eager
 def reducescatter(
     tensor: torch.Tensor,
     name: str | None = None,
@@ -340,6 +355,7 @@ def reducescatter(
     )[0]
 
 
+@eager
 def grouped_reducescatter(
     tensors: Sequence[torch.Tensor],
     name: str | None = None,

@@ -12,6 +12,7 @@ import hvdlite
 from hvdlite import MismatchError, ProcessSet, global_process_set
 
 from .broadcast import broadcast_tensors
+from .eager import eager
 from .tensors import check_tensor, is_dense
 
 __all__ = ["broadcast_optimizer_state"]
@@ -19,6 +20,7 @@ __all__ = ["broadcast_optimizer_state"]
 _LOCAL_OPTIONS = ("params", "param_names")
 
 
+@eager
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer,
     root_rank: int,

@@ -18,6 +18,7 @@ from hvdlite.world import engine
 from .async_ops import allreduce_async
 from .bucket_set import BucketSet
 from .buckets import Reduction, Slot
+from .eager import eager
 from .names import Label
 
 __all__ = ["Reducer"]
@@ -140,6 +141,7 @@ class Reducer:
 
     # -- accumulation -------------------------------------------------------------------
 
+    @eager
     def _accumulated(self, slot: Slot) -> None:
         if slot.passes >= self.passes_per_step:
             raise AssertionError(
@@ -170,6 +172,7 @@ class Reducer:
             if bucket.is_complete():
                 bucket.submit()
 
+    @eager
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Reset the gradients, as the optimizer itself would.
 
@@ -209,6 +212,7 @@ class Reducer:
 
     # -- steps --------------------------------------------------------------------------
 
+    @eager
     def synchronize(self) -> None:
         """Reduce what has not been reduced yet, and wait until all gradients are.
 
@@ -219,6 +223,7 @@ class Reducer:
         self.settle()
         self._settled = _Settled.BY_USER
 
+    @eager
     def settle(self) -> None:
         """Do what `synchronize()` does, on behalf of a step."""
         if self._settled is None:
@@ -234,6 +239,7 @@ class Reducer:
         finally:
             self._skipping = before
 
+    @eager
     def before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:

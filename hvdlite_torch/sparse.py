@@ -12,6 +12,7 @@ from hvdlite.engine import submit
 from hvdlite.transport.types import ReduceOp
 
 from .compression import Compression, Compressor
+from .eager import eager
 from .tensors import dtype_of, source_of, tensor_of
 
 __all__ = ["SparseHandle", "SparsePart", "exchange_sparse", "sparse_allreduce_async"]
@@ -128,6 +129,7 @@ class SparseHandle:
         return result
 
 
+@eager
 def sparse_allreduce_async(
     tensor: torch.Tensor,
     name: str | None,

@@ -5,17 +5,19 @@ Nothing here waits. `advance` moves whatever can move and says whether anything 
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from ..exceptions import HvdliteInternalError, MismatchError
+from ..log import logger
 from ..transport.base import Communicator, Pending, Transport
 from .coordinator import show_ranks
 from .execution import Executor
 from .fusion import Batch, FusionBuffers, plan
 from .negotiation import Negotiator, Round
-from .requests import Kind, Response
+from .requests import Kind, Response, display
 from .statistics import Counters
 from .submissions import Entry
 
@@ -47,10 +49,14 @@ class Task:
         self.finished = False
         self.result: Any = None
 
-    def advance(self) -> bool:
-        """Resume as often as what it waits for has completed; return whether it was."""
+    def advance(self, tests: int = 1) -> bool:
+        """Resume as often as what it waits for has completed; return whether it was.
+
+        Args:
+            tests: how often to test what it waits for before giving up.
+        """
         moved = False
-        while self._pending is None or self._pending.Test():
+        while self._pending is None or _completes(self._pending, tests):
             moved = True
             try:
                 self._pending = next(self._generator)
@@ -58,6 +64,14 @@ class Task:
                 self.finished, self.result = True, end.value
                 break
         return moved
+
+
+def _completes(pending: Pending, tests: int) -> bool:
+    # No generator: this is where a waiting caller spends its time.
+    for _ in range(tests):  # noqa: SIM110
+        if pending.Test():
+            return True
+    return False
 
 
 class Channel:
@@ -133,16 +147,16 @@ class Channel:
             return None
         return self._next_round
 
-    def advance(self, now: float) -> bool:
+    def advance(self, now: float, tests: int = 1) -> bool:
         """Do what can be done now, and return whether that was anything."""
-        moved = self._advance_round(now)
+        moved = self._advance_round(now, tests)
         if self._in_flight or self._queue:
-            moved |= self._advance_batches()
+            moved |= self._advance_batches(tests)
         return moved
 
     # -- rounds -------------------------------------------------------------------------
 
-    def _advance_round(self, now: float) -> bool:
+    def _advance_round(self, now: float, tests: int) -> bool:
         negotiator = self.negotiator
         if self._round is None:
             if not negotiator.wants_round():
@@ -152,7 +166,7 @@ class Channel:
             if negotiator.fresh:
                 self._in_vain_since = now
             self._round = Task(negotiator.round())
-        moved = self._round.advance()
+        moved = self._round.advance(tests)
         if self._round.finished:
             outcome: Round = self._round.result
             self._round = None
@@ -162,6 +176,9 @@ class Channel:
     def _take(self, outcome: Round, now: float) -> None:
         counters = self._counters
         counters.rounds += 1
+        if logger.isEnabledFor(logging.DEBUG):
+            names = [display(r.key, r.request.kind) for r, _ in outcome.agreed]
+            logger.debug("round on ranks %s: ready %s", list(self.ranks), names)
         counters.responses += len(outcome.agreed)
         counters.cache_hits += outcome.cached
         if outcome.agreed or outcome.join is not None:
@@ -236,7 +253,7 @@ class Channel:
 
     # -- batches ------------------------------------------------------------------------
 
-    def _advance_batches(self) -> bool:
+    def _advance_batches(self, tests: int) -> bool:
         moved = False
         while self._queue and len(self._in_flight) < IN_FLIGHT:
             batch = self._queue.popleft()
@@ -247,7 +264,7 @@ class Channel:
             moved = True
         for task, batch in self._in_flight:
             if not task.finished:
-                moved |= task.advance()
+                moved |= task.advance(tests)
             if task.finished:
                 self._retire(batch)
         if moved:

@@ -6,11 +6,11 @@ whoever holds the drive lock is the engine.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from ..log import logger
 from ..transport.waiting import Pacer
@@ -21,14 +21,32 @@ IDLE = 0.25
 """Seconds between looks for messages of the stall inspector while there is nothing to do."""
 
 _BURST = 5e-5
-_CALLER_BURST = 2e-4
+_CALLER_BURST = 1e-3
+_CALLER_TESTS = 16
+"""A step costs as much as twenty tests, and delays what is about to complete by that."""
+
+
+class _Attention:
+    """Counts the callers that are inside; a plain class, being on the path of each of them."""
+
+    __slots__ = ("_driver",)
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+
+    def __enter__(self) -> None:
+        self._driver._attend()
+
+    def __exit__(self, *_: object) -> None:
+        self._driver._leave()
 
 
 class Driver:
     """Calls `step` for as long as there is something to do.
 
     Args:
-        step: does what can be done without waiting and returns whether that was anything.
+        step: does what can be done without waiting and returns whether that was anything;
+            gets how often it may test for what operations wait for.
         due: returns the seconds until a step is worthwhile (at most IDLE), or None while
             communications are in progress and want to be tested.
         affinity: the core that the thread is to run on.
@@ -36,7 +54,7 @@ class Driver:
 
     def __init__(
         self,
-        step: Callable[[], bool],
+        step: Callable[[int], bool],
         due: Callable[[], float | None],
         affinity: int | None = None,
     ) -> None:
@@ -48,6 +66,7 @@ class Driver:
         self._wake = threading.Condition(self.lock)
         self._drive = threading.Lock()
         self._callers = 0
+        self._attention = _Attention(self)
         self._news = False
         self._napping = False
         self._stopping = False
@@ -73,18 +92,22 @@ class Driver:
             self._napping = False
             self._wake.notify()
 
-    @contextlib.contextmanager
-    def attended(self) -> Iterator[None]:
-        """Let the background thread sleep: the calling thread is going to wait in here."""
+    def attended(self) -> AbstractContextManager[None]:
+        """Return a context in which the calling thread is going to wait.
+
+        The background thread sleeps meanwhile.
+        """
+        return self._attention
+
+    def _attend(self) -> None:
         with self.lock:
             self._callers += 1
-        try:
-            yield
-        finally:
-            with self.lock:
-                self._callers -= 1
-                if not self._callers and (self._news or self._due() != IDLE):
-                    self.wake()
+
+    def _leave(self) -> None:
+        with self.lock:
+            self._callers -= 1
+            if not self._callers and (self._news or self._due() != IDLE):
+                self.wake()
 
     def drive_until(self, done: Callable[[], bool], timeout: float | None = None) -> bool:
         """Take steps in the calling thread; return whether `done` came to hold in time."""
@@ -96,7 +119,7 @@ class Driver:
             while True:
                 if self._drive.acquire(blocking=False):
                     try:
-                        moved = not done() and self._take_step()
+                        moved = not done() and self._take_step(_CALLER_TESTS)
                     finally:
                         self._drive.release()
                     if moved:
@@ -108,9 +131,9 @@ class Driver:
                     return False
                 pacer.pause(left)
 
-    def _take_step(self) -> bool:
+    def _take_step(self, tests: int) -> bool:
         self._news = False
-        return self._step()
+        return self._step(tests)
 
     def _run(self) -> None:
         if self._affinity is not None:
@@ -125,7 +148,7 @@ class Driver:
                 continue
             if self._drive.acquire(blocking=False):
                 try:
-                    moved = self._take_step()
+                    moved = self._take_step(1)
                 finally:
                     self._drive.release()
                 if moved:

@@ -228,10 +228,14 @@ class Engine:
 
     # -- the step -----------------------------------------------------------------------
 
-    def step(self) -> bool:
+    def step(self, tests: int = 1) -> bool:
         """Do what can be done without waiting; return whether that was anything.
 
-        The caller holds the drive lock.
+        One thread at a time may call this.
+
+        Args:
+            tests: how often to test for what an operation waits for. More than once is for
+                callers that have nothing better to do.
         """
         if self._failure is not None:
             return False
@@ -239,7 +243,7 @@ class Engine:
             moved = self._take_in()
             now = self._clock()
             for channel in list(self.channels.values()):
-                moved |= channel.advance(now)
+                moved |= channel.advance(now, tests)
             if self._removed:
                 self._free_removed()
             self._inspect()

@@ -241,7 +241,7 @@ def test_an_internal_error_fails_what_is_in_flight_and_what_comes(seed, monkeypa
     job = Job(2, seed)
     handle = job.submit(0, "w")
 
-    def broken(now):
+    def broken(now, tests):
         raise RuntimeError("broken by the test")
 
     monkeypatch.setattr(job.engines[0].channels[GLOBAL_SET], "advance", broken)

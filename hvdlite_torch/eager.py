@@ -1,0 +1,33 @@
+"""Keep torch.compile out of communication, which has nothing that it could compile."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+__all__ = ["eager"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def eager(function: Callable[P, R]) -> Callable[P, R]:
+    """Make compiled code call a function as it is, instead of tracing into it."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        # Importing the compiler takes seconds: leave it to those who compile.
+        if not torch.compiler.is_compiling() and "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        disabled: Any = getattr(function, "_hvdlite_eager", None)
+        if disabled is None:
+            compiler: Any = torch.compiler
+            disabled = compiler.disable(function)
+            function._hvdlite_eager = disabled  # type: ignore[attr-defined]
+        return disabled(*args, **kwargs)  # type: ignore[no-any-return]
+
+    return call
