@@ -24,7 +24,7 @@ from .types import Array, DType, ReduceOp
 
 __all__ = ["SEGMENT_BYTES", "WINDOW", "RingTransport", "ScratchPool", "even_counts"]
 
-SEGMENT_BYTES = 256 * 1024
+SEGMENT_BYTES = 512 * 1024
 WINDOW = 4
 """Receives posted ahead by one operation."""
 

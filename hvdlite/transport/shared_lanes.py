@@ -16,11 +16,15 @@ from .base import Communicator, Operation, Pending
 from .shared_segment import HEADER, PROOF_BYTES, SharedSegments, map_segments
 from .types import Array
 
-__all__ = ["ELSEWHERE", "SLOTS", "Lane", "Passage", "make_lanes"]
+__all__ = ["ELSEWHERE", "Lane", "Passage", "make_lanes"]
 
 SLOTS = 5
-"""The fewest that a reduction can do with: it writes a slot two barriers before the others read
-it, they write their results there, and two barriers later these have been copied out."""
+"""A reduction writes a slot two steps before the others read it and put their results there.
+Other ranks copy these out one step later, and a rank knows after one more that they have."""
+
+SLOTS_OF_TWO = 4
+"""Of two ranks, each copies results out of its own slots; four slots are what a gather needs.
+The fewer there are, the more of them stay in the caches."""
 
 ELSEWHERE = -1
 """On a card: the buffer lies in no segment."""
@@ -44,6 +48,7 @@ class Lane:
     def __init__(self, comm: Communicator, slots: Sequence[Array], cards: Sequence[Array]) -> None:
         self.comm = comm
         self.slots = slots
+        self.slot_count = _slots(comm.size)
         plain: Sequence[Any] = cards
         # Ten times as fast as arrays, for single numbers.
         self._cards = [memoryview(card).cast("q") for card in plain]
@@ -110,7 +115,7 @@ class Passage:
         self._lane = lane
         self._slots: list[Array] = []
         self._first = lane.next_slot
-        lane.next_slot = (lane.next_slot + self.steps) % SLOTS
+        lane.next_slot = (lane.next_slot + self.steps) % lane.slot_count
 
     def segment(self, piece: int, step: int) -> Array:
         """Return the segment of a piece that a step moves; it is empty behind the end."""
@@ -122,7 +127,7 @@ class Passage:
         """Return where a rank keeps the segment."""
         if not self._slots:
             self._slots = [slots.view(self.buffer.dtype) for slots in self._lane.slots]
-        start = (self._first + step) % SLOTS * self._slot + piece * self._spacing
+        start = (self._first + step) % self._lane.slot_count * self._slot + piece * self._spacing
         return self._slots[rank][start : start + length]
 
     def copy_in(self, pieces: Iterable[int], step: int) -> None:
@@ -154,7 +159,7 @@ def make_lanes(
     Raises:
         SegmentUnavailableError: it does not work on some rank; raised on all of them.
     """
-    lane_bytes = SLOTS * slot_bytes
+    lane_bytes = _slots(comm.size) * slot_bytes
     segments = yield from map_segments(comm, capacity, count * lane_bytes)
 
     def on_all(start: int, nbytes: int) -> list[Array]:
@@ -169,3 +174,7 @@ def make_lanes(
         for number in range(count)
     ]
     return segments, lanes
+
+
+def _slots(size: int) -> int:
+    return SLOTS_OF_TWO if size == 2 else SLOTS

@@ -33,7 +33,7 @@ _LANES = 2
 _SLOT_BYTES = 2 * 1024 * 1024
 """The most that one slot takes, however many ranks there are."""
 
-_BLOCK_BYTES = 256 * 1024
+_BLOCK_BYTES = 512 * 1024
 _CACHE_LINE = 64
 
 
@@ -248,8 +248,8 @@ class SharedMemoryTransport:
         """Reduce this rank's piece, and give it to the others if `share`.
 
         Whoever starts a step's barrier has copied out the results of the step before the last.
-        So the fifth slot from the one being reduced is free, and when an operation ends, only
-        its last two slots may still be in use.
+        So, among five slots, the next but one to be reduced is free; and when an operation
+        ends, no more than its last two slots are still in use.
         """
         if self._size == 1 or not len(buffer):
             if finish is not None and len(buffer):

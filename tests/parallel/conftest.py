@@ -58,6 +58,9 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         config.stash[_runner].close()
 
 
+# First, so that the order of ids does not depend on how early this file was loaded: the ranks
+# load it before pytest's own parametrization of fixtures, a run of all tests after it.
+@pytest.hookimpl(tryfirst=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     marker = metafunc.definition.get_closest_marker("np")
     if marker is None and metafunc.definition.get_closest_marker("whole_job") is not None:

@@ -343,3 +343,28 @@ def test_all_ranks_skip_the_step_in_which_one_overflows(hvd, world, comm, fused)
     assert scales == run(alone, make_sgd(alone), world.ranks)
     assert_close(parameters_of(model), parameters_of(alone), tolerance=1e-5)
     assert_same_on_all_ranks(comm, model.parameters())
+
+
+# -- torch.compile ----------------------------------------------------------------------------
+
+
+def test_compiled_training_step(hvd, world, comm):
+    model, alone = make_cnn(F64), make_cnn(F64)
+    optimizer = hvd.DistributedOptimizer(_sgd(model), model.named_parameters())
+
+    @torch.compile(backend="eager")
+    def step(images, labels):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        return hvd.allreduce(loss.detach() * 2, op=hvd.Sum) / 2
+
+    plain = _sgd(alone)
+    for number in range(3):
+        images, labels = whole_batch(number, F64)
+        total = step(images[world.rank :: world.size], labels[world.rank :: world.size])
+        wanted = nn.functional.cross_entropy(alone(images), labels).detach()
+        assert_close(total / world.size, wanted, tolerance=1e-10)
+        train(alone, plain, [number])
+        _compare(model, alone, f"step {number}")
