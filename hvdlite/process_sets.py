@@ -126,6 +126,8 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     from .engine.submit import submit_process_set_change
 
     state = world.current()
+    if not isinstance(process_set, ProcessSet):
+        raise TypeError(f"remove_process_set takes a ProcessSet, not {process_set!r}.")
     if process_set.process_set_id == 0:
         raise ValueError("The global process set cannot be removed.")
     if state.sets.get(process_set.process_set_id or 0) is not process_set:

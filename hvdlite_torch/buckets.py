@@ -233,6 +233,7 @@ class Bucket:
             prescale=self.reduction.prescale,
             postscale=self.reduction.postscale,
             process_set=self.reduction.process_set,
+            resident=compression is NoneCompressor,
         )
 
     def finish(self) -> list[tuple[Slot, bool]]:

@@ -3,7 +3,8 @@
 Every collective must be called by all ranks of its process set. Named calls may come in any
 order on different ranks; calls without a name are matched by their order. The functions that
 end in `_async` return a `Handle` for `synchronize` and `poll`; the arrays that they were given
-must not change before that. Functions that end in `_` put the result into their argument.
+must not change before that, and those that get results must not overlap. Functions that end in
+`_` put the result into their argument.
 """
 
 from __future__ import annotations

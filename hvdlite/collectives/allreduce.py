@@ -38,8 +38,9 @@ def allreduce(
     """Combine the arrays of all ranks, which all get the same result, bit for bit.
 
     The average of floats is their sum divided by the number of ranks (float16 is divided
-    before it is summed, so that it does not overflow); of integers, the exact sum divided by
-    it and rounded toward zero. Sums and maxima of bool are "or", products and minima "and".
+    before it is summed, so that it does not overflow); of integers, their sum in 64 bits (which
+    wraps around beyond that) divided by it and rounded toward zero. Sums and maxima of bool
+    are "or", products and minima "and".
 
     Args:
         array: any shape, the same on all ranks.

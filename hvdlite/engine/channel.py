@@ -21,7 +21,10 @@ from .requests import Kind, Response, display
 from .statistics import Counters
 from .submissions import Entry
 
-__all__ = ["IN_FLIGHT", "Channel", "Task"]
+__all__ = ["IN_FLIGHT", "REMOVED", "Channel", "Task"]
+
+REMOVED = "the process set was removed"
+"""The reason to leave a process set that is not the end of the job."""
 
 IN_FLIGHT = 2
 """Batches on their way at once: one is packed or unpacked while the other one moves."""
@@ -224,7 +227,12 @@ class Channel:
             reasons.setdefault(reason, []).append(self.ranks[rank])
         who = "; ".join(f"{show_ranks(ranks)}: {reason}" for reason, ranks in reasons.items())
         self.closed_by = who
-        self.fail_pending(f"hvdlite has been shut down ({who})")
+        removed = all(reason == REMOVED for _, reason in left)
+        self.fail_pending(
+            f"The process set {list(self.ranks)} was removed"
+            if removed
+            else f"hvdlite has been shut down ({who})"
+        )
 
     def fail_pending(self, text: str) -> None:
         """Fail what has not been agreed on."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from ..exceptions import DuplicateNameError, HvdliteInternalError, HvdliteTimeoutError
 from ..log import logger
 from ..transport.base import Communicator, Transport
-from .channel import Channel, Task
+from .channel import REMOVED, Channel, Task
 from .driver import IDLE, Driver
 from .requests import Kind, Request, Response, display
 from .stall import StallInspector, StallLimits, Waiting
@@ -329,7 +329,7 @@ class Engine:
         self.members.pop(set_id, None)
         channel = self.channels.get(set_id)
         if channel is not None:
-            channel.negotiator.leave("the process set was removed", now=True)
+            channel.negotiator.leave(REMOVED, now=True)
             self._removed.append(set_id)
         entry.handle.finish(None)
 

@@ -71,7 +71,12 @@ class Executor:
         with self.counters.moving:
             if len(buffer):
                 yield from self.transport.allreduce(
-                    buffer, dtype, _transport_op(request.op), self._after(dtype, request), tag
+                    buffer,
+                    dtype,
+                    _transport_op(request.op),
+                    self._after(dtype, request),
+                    tag,
+                    request.resident or len(pieces) > 1,
                 )
         with self.counters.packing:
             if scratch is not None:

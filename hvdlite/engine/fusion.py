@@ -50,12 +50,13 @@ class Batch:
 def wire_dtype(kind: Kind, dtype: DType, op: ReduceOp) -> DType:
     """Return the element type in which a tensor travels.
 
-    The average of integers is taken of their exact sum, which their own type may not hold.
+    The average of integers is taken of their sum in 64 bits, since their own type may not hold
+    it. That of 64-bit integers wraps around like any of their sums.
     """
     if kind in (Kind.ALLGATHER, Kind.BROADCAST, Kind.ALLTOALL):
         return DType.UINT8
     if op is ReduceOp.AVERAGE and dtype.is_integer:
-        return DType.INT64
+        return DType.UINT64 if dtype is DType.UINT64 else DType.INT64
     return dtype
 
 
@@ -77,7 +78,8 @@ def plan(agreed: Iterable[tuple[Response, Entry | None]], threshold: int) -> lis
             nbytes = _wire_bytes(piece, dtype)
             key = (kind, dtype, request.op, request.prescale, request.postscale, request.root)
             batch = open_batches.get(key)
-            if batch is None or batch.nbytes + nbytes > threshold or kind not in _FUSED:
+            full = batch is not None and batch.nbytes + nbytes > threshold
+            if batch is None or full or request.resident or kind not in _FUSED:
                 batch = Batch(kind, dtype, response)
                 batches.append(batch)
                 open_batches[key] = batch

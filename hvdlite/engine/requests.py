@@ -51,6 +51,8 @@ class Request(NamedTuple):
     postscale: float = 1.0
     splits: tuple[int, ...] = ()
     """alltoall: rows for each rank; process sets: the ranks, or the number of the set."""
+    resident: bool = False
+    """Whether the tensor lies in memory that the transport has allocated."""
 
     def digest(self) -> int:
         """Return 64 bits that differ between ranks if, for all practical purposes, requests do."""

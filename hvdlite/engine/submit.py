@@ -41,6 +41,7 @@ def submit_allreduce(
     prescale: float = 1.0,
     postscale: float = 1.0,
     process_set: ProcessSet,
+    resident: bool = False,
 ) -> Handle:
     """Submit an all-reduce.
 
@@ -51,6 +52,8 @@ def submit_allreduce(
         op: how to combine.
         prescale: factor applied before the reduction.
         postscale: factor applied after it.
+        resident: whether the tensors lie, on every rank, in memory from `allocate_buffer`;
+            they are reduced there then, and not fused with others.
 
     Returns:
         A handle whose result is the list of the outputs.
@@ -71,6 +74,7 @@ def submit_allreduce(
         op,
         prescale=float(prescale),
         postscale=float(postscale),
+        resident=resident,
     )
     return _submit(process_set, request, name, inputs, outputs)
 
@@ -112,7 +116,7 @@ def submit_broadcast(
     Raises:
         ValueError: the root is not a rank of the process set.
     """
-    ranks = process_set.require_ranks()
+    ranks = _ranks(process_set)
     root = _index(root_rank, "root_rank")
     if root not in ranks:
         raise ValueError(
@@ -151,7 +155,7 @@ def submit_alltoall(
         ValueError: the tensor has no dimension, or the splits don't fit it.
     """
     _refuse_scalars(Kind.ALLTOALL, [array])
-    size = len(process_set.require_ranks())
+    size = len(_ranks(process_set))
     rows = array.shape[0]
     if splits is None:
         if rows % size:
@@ -250,7 +254,7 @@ def _submit(
     if name is not None and not isinstance(name, str):
         raise TypeError(f"{request.kind}: name must be a string, not {type(name).__name__}.")
     current = engine()
-    ranks = process_set.require_ranks()
+    ranks = _ranks(process_set)
     if current.rank not in ranks:
         raise ValueError(
             f"{request.kind}: rank {current.rank} is not in the process set {list(ranks)}."
@@ -259,6 +263,14 @@ def _submit(
     return current.submit(
         process_set.process_set_id, request, name or None, list(inputs), list(outputs)
     )
+
+
+def _ranks(process_set: ProcessSet) -> list[int]:
+    if not hasattr(process_set, "require_ranks"):
+        raise TypeError(
+            f"process_set must be a ProcessSet, such as global_process_set, not {process_set!r}."
+        )
+    return process_set.require_ranks()
 
 
 def _dtypes(arrays: Sequence[Array], dtypes: Sequence[DType] | None) -> list[DType]:

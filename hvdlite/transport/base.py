@@ -93,9 +93,20 @@ class Transport(Protocol):
     """
 
     def allreduce(
-        self, buffer: Array, dtype: DType, op: ReduceOp, finish: Finish | None, tag: int
+        self,
+        buffer: Array,
+        dtype: DType,
+        op: ReduceOp,
+        finish: Finish | None,
+        tag: int,
+        resident: bool = False,
     ) -> Operation[None]:
-        """Reduce in place; every rank ends with bit-identical contents."""
+        """Reduce in place; every rank ends with bit-identical contents.
+
+        Args:
+            resident: whether the buffer came from `allocate`, as far as all ranks know: a
+                hint that must be equal on all of them, and need not be true.
+        """
         ...
 
     def reduce_scatter(

@@ -41,7 +41,7 @@ _BLOCK = 16384
 """Elements whose wide copies stay in the cache."""
 
 _TORCH_BLOCK = 32704
-"""From 32768 elements on, torch would start threads that take the cores from the others."""
+"""From 32768 elements on, torch would start threads that take the cores from other ranks."""
 
 
 def combiner(dtype: DType, op: ReduceOp) -> Combine:
@@ -86,7 +86,7 @@ def scale(array: Array, dtype: DType, factor: float) -> None:
     elif dtype in (DType.FLOAT16, DType.BFLOAT16):
         torch = _torch()
         if torch is not None:
-            for part in _torch_view(torch, array, dtype).split(_TORCH_BLOCK):
+            for part in _torch_parts(torch, array, dtype):
                 part.mul_(factor)
         else:
             _in_float32(array, dtype, lambda wide: np.multiply(wide, np.float32(factor), out=wide))
@@ -113,7 +113,7 @@ def divide(array: Array, dtype: DType, n: int) -> None:
     elif dtype in (DType.FLOAT16, DType.BFLOAT16):
         torch = _torch()
         if torch is not None:
-            for part in _torch_view(torch, array, dtype).split(_TORCH_BLOCK):
+            for part in _torch_parts(torch, array, dtype):
                 part.div_(n)
         else:
             _in_float32(array, dtype, lambda wide: np.divide(wide, np.float32(n), out=wide))
@@ -173,21 +173,22 @@ def _torch() -> Any:
     """Return torch if the program uses it already; importing it takes seconds."""
     torch = sys.modules.get("torch")
     # Another thread may be in the middle of importing it.
-    return torch if hasattr(torch, "from_numpy") and hasattr(torch, "bfloat16") else None
+    return torch if hasattr(torch, "get_num_threads") else None
 
 
-def _torch_view(torch: Any, array: Array, dtype: DType) -> Any:
+def _torch_parts(torch: Any, array: Array, dtype: DType) -> Any:
     bits = torch.from_numpy(array.view(np.int16))
-    return bits.view(torch.bfloat16 if dtype is DType.BFLOAT16 else torch.float16)
+    whole = bits.view(torch.bfloat16 if dtype is DType.BFLOAT16 else torch.float16)
+    # Parts cost half of the speed.
+    return (whole,) if torch.get_num_threads() == 1 else whole.split(_TORCH_BLOCK)
 
 
 def _torch_combiner(torch: Any, dtype: DType, op: ReduceOp) -> Combine:
     in_place = torch.Tensor.add_ if op is ReduceOp.SUM else torch.Tensor.mul_
 
     def combine(into: Array, other: Array) -> None:
-        parts = _torch_view(torch, into, dtype).split(_TORCH_BLOCK)
-        others = _torch_view(torch, other, dtype).split(_TORCH_BLOCK)
-        for part, other_part in zip(parts, others, strict=True):
+        parts = _torch_parts(torch, into, dtype)
+        for part, other_part in zip(parts, _torch_parts(torch, other, dtype), strict=True):
             in_place(part, other_part)
 
     return combine

@@ -40,7 +40,13 @@ class MPITransport:
         self._gather_bytes = gather_bytes
 
     def allreduce(
-        self, buffer: Array, dtype: DType, op: ReduceOp, finish: Finish | None, tag: int
+        self,
+        buffer: Array,
+        dtype: DType,
+        op: ReduceOp,
+        finish: Finish | None,
+        tag: int,
+        resident: bool = False,
     ) -> Operation[None]:
         """Reduce in place; every rank ends with bit-identical contents."""
         if self._size == 1 or not len(buffer):

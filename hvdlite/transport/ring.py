@@ -114,7 +114,13 @@ class RingTransport:
         self._pool = ScratchPool()
 
     def allreduce(
-        self, buffer: Array, dtype: DType, op: ReduceOp, finish: Finish | None, tag: int
+        self,
+        buffer: Array,
+        dtype: DType,
+        op: ReduceOp,
+        finish: Finish | None,
+        tag: int,
+        resident: bool = False,
     ) -> Operation[None]:
         """Reduce in place; every rank ends with bit-identical contents."""
         combine = kernels.combiner(dtype, op)

@@ -138,7 +138,13 @@ class SharedMemoryTransport:
     # -- operations ---------------------------------------------------------------------
 
     def allreduce(
-        self, buffer: Array, dtype: DType, op: ReduceOp, finish: Finish | None, tag: int
+        self,
+        buffer: Array,
+        dtype: DType,
+        op: ReduceOp,
+        finish: Finish | None,
+        tag: int,
+        resident: bool = False,
     ) -> Operation[None]:
         """Reduce in place; every rank ends with bit-identical contents."""
         counts = even_counts(len(buffer), self._size)

@@ -198,3 +198,12 @@ def test_mismatched_roots_are_named_as_the_caller_knows_them(hvd, world):
         with pytest.raises(hvd.MismatchError, match=r"0 on rank 0\b.*2 on rank 2\b"):
             hvd.broadcast(np.ones(2), world.rank, name="root", process_set=group)
     hvd.remove_process_set(group)
+
+
+def test_what_is_no_process_set_is_refused_by_name(hvd):
+    for wrong in (None, 0, [0]):
+        with pytest.raises(TypeError, match="process_set must be a ProcessSet"):
+            hvd.allreduce(np.ones(2), process_set=wrong)
+    with pytest.raises(TypeError, match="takes a ProcessSet, not None"):
+        hvd.remove_process_set(None)
+    assert hvd.allreduce(np.ones(1), op=hvd.Sum)[0] == hvd.size()

@@ -190,6 +190,7 @@ def test_a_group_of_mixed_types_is_spread_over_batches():
 
 def test_integer_averages_travel_as_int64():
     assert wire_dtype(Kind.ALLREDUCE, DType.UINT8, ReduceOp.AVERAGE) is DType.INT64
+    assert wire_dtype(Kind.ALLREDUCE, DType.UINT64, ReduceOp.AVERAGE) is DType.UINT64
     assert wire_dtype(Kind.ALLREDUCE, DType.UINT8, ReduceOp.SUM) is DType.UINT8
     assert wire_dtype(Kind.ALLREDUCE, DType.FLOAT16, ReduceOp.AVERAGE) is DType.FLOAT16
 
