@@ -271,18 +271,18 @@ def _base_communicator(comm: Any) -> tuple[Communicator, Any]:
     world = mpi.COMM_WORLD
     if comm is None:
         mpi_library.check_world(world.Get_size())
-        return MPICommunicator(world.Dup()), world.Get_group()
+        return MPICommunicator(world.Dup(), owned=True), world.Get_group()
     if isinstance(comm, mpi.Comm):
         if comm == mpi.COMM_NULL:
             raise ValueError("init: comm is COMM_NULL: this process is not part of it.")
-        return MPICommunicator(comm.Dup()), comm.Get_group()
+        return MPICommunicator(comm.Dup(), owned=True), comm.Get_group()
     if not isinstance(comm, Iterable):
         raise TypeError(
             f"init: comm is an mpi4py communicator or a list of ranks, not {type(comm).__name__}."
         )
     ranks = [int(item) for item in comm]
     if not ranks:
-        return MPICommunicator(world.Dup()), world.Get_group()
+        return MPICommunicator(world.Dup(), owned=True), world.Get_group()
     available = world.Get_size()
     if len(set(ranks)) != len(ranks) or min(ranks) < 0 or max(ranks) >= available:
         raise ValueError(
@@ -294,7 +294,7 @@ def _base_communicator(comm: Any) -> tuple[Communicator, Any]:
             "only these ranks may call init."
         )
     group = world.Get_group().Incl(ranks)
-    return MPICommunicator(world.Create_group(group)), group
+    return MPICommunicator(world.Create_group(group), owned=True), group
 
 
 def _connect(base: Communicator, mpi_group: Any, settings: Settings) -> World:

@@ -173,7 +173,7 @@ def _torch() -> Any:
     """Return torch if the program uses it already; importing it takes seconds."""
     torch = sys.modules.get("torch")
     # Another thread may be in the middle of importing it.
-    return torch if hasattr(torch, "get_num_threads") else None
+    return torch if hasattr(torch, "Tensor") and hasattr(torch, "bfloat16") else None
 
 
 def _torch_parts(torch: Any, array: Array, dtype: DType) -> Any:

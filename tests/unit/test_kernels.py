@@ -18,13 +18,17 @@ HALVES = (DType.FLOAT16, DType.BFLOAT16)
 LENGTHS = (0, 1, 7, 32704, 32705, 100_001)
 
 
-@pytest.fixture(params=["numpy", "torch"])
+@pytest.fixture(params=["numpy", "torch", "torch, one thread"])
 def path(request, monkeypatch):
-    if request.param == "torch":
-        pytest.importorskip("torch")
-    else:
+    if request.param == "numpy":
         monkeypatch.setitem(sys.modules, "torch", None)
-    return request.param
+        yield
+        return
+    torch = pytest.importorskip("torch")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1 if request.param.endswith("one thread") else 2)
+    yield
+    torch.set_num_threads(threads)
 
 
 def supported(dtype: DType, op: ReduceOp) -> bool:
