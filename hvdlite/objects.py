@@ -34,7 +34,7 @@ def broadcast_object(
         The object itself on the root, a copy of it elsewhere.
 
     Raises:
-        Exception: what pickling raised, on the root; HvdliteError elsewhere in that case.
+        Exception: what pickling raised, on the root; RuntimeError elsewhere in that case.
     """
     is_root = world.rank() == root_rank
     data: Array = np.empty(0, dtype=np.uint8)

@@ -151,7 +151,7 @@ class Settings:
         1.0,
         _duration("milliseconds", zero=True),
         "CYCLE_TIME",
-        "Milliseconds of the longest pause between two rounds that find nothing ready.",
+        "Milliseconds of the first pause after a round that finds nothing ready; it grows to 5.",
     )
     cache_capacity: int = _knob(
         1024,
@@ -223,14 +223,14 @@ class Settings:
         16 * 2**10,
         _integer("bytes", show=_show_bytes),
         "SMALL_BYTES",
-        "Buffers below this many bytes are left to MPI's own collective (transport auto).",
+        "Bytes below which MPI's own collectives are used (not for allreduce in shared memory).",
         horovod=False,
     )
     abort_on_exception: bool = _knob(
         True,
         _BOOL,
         "ABORT_ON_EXCEPTION",
-        "End the whole job when one rank fails or leaves early.",
+        "End the whole job when a rank ends with an exception or sys.exit(n), n not 0.",
         horovod=False,
     )
 

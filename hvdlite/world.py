@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import dataclasses
+import json
 import os
 import socket
 import threading
@@ -303,8 +305,7 @@ def _connect(base: Communicator, mpi_group: Any, settings: Settings) -> World:
     from .transport.auto import make_transport
 
     hosts = _gather_text(base, _host_key(settings))
-    shared = _agree(base, settings)
-    local = [r for r in range(base.size) if hosts[r] == hosts[base.rank]].index(base.rank)
+    shared, affinity = _agree(base, settings, hosts)
     options = EngineOptions(
         fusion_threshold=shared.fusion_threshold,
         cache_capacity=shared.cache_capacity,
@@ -313,12 +314,6 @@ def _connect(base: Communicator, mpi_group: Any, settings: Settings) -> World:
         if shared.stall_check
         else None,
     )
-    affinity = settings.thread_affinity
-    if affinity is not None and local >= len(affinity):
-        raise HvdliteError(
-            f"HVDLITE_THREAD_AFFINITY names {len(affinity)} cores, but rank {base.rank} is "
-            f"local rank {local}; name one core for each local rank."
-        )
     engine = Engine(
         base,
         base.duplicate(),
@@ -326,7 +321,7 @@ def _connect(base: Communicator, mpi_group: Any, settings: Settings) -> World:
             comm, shared, one_host=len({hosts[r] for r in ranks}) == 1
         ),
         options,
-        affinity=None if affinity is None else affinity[local],
+        affinity=affinity,
     )
     return World(engine, shared, base.rank, base.size, hosts, mpi_group)
 
@@ -344,18 +339,28 @@ def _host_key(settings: Settings) -> str:
     return f"{socket.gethostname()} {boot}"
 
 
-def _agree(comm: Communicator, settings: Settings) -> Settings:
-    """Return the settings of rank 0, which all ranks must decide by.
+def _agree(comm: Communicator, settings: Settings, hosts: list[str]) -> tuple[Settings, int | None]:
+    """Return the settings of rank 0, which all ranks must decide by, and this rank's core.
 
     `mpirun` forwards variables to other hosts only when told to, so ranks may well differ.
     """
-    import dataclasses
-    import json
-
     texts = _gather_text(comm, json.dumps(dataclasses.asdict(settings)))
-    theirs = json.loads(texts[0])
+    everybody = [json.loads(text) for text in texts]
+    affinity: int | None = None
+    for rank, theirs in enumerate(everybody):
+        cores = theirs["thread_affinity"]
+        local = hosts[:rank].count(hosts[rank])
+        # Raised on every rank: one that raised alone would leave the others waiting.
+        if cores is not None and local >= len(cores):
+            raise HvdliteError(
+                f"HVDLITE_THREAD_AFFINITY names {len(cores)} cores on rank {rank}, which is "
+                f"local rank {local}; name one core for each local rank."
+            )
+        if rank == comm.rank and cores is not None:
+            affinity = cores[local]
     names = {f.name for f in dataclasses.fields(settings)} - {"hostname", "thread_affinity"}
-    return dataclasses.replace(settings, **{name: theirs[name] for name in names})
+    shared = dataclasses.replace(settings, **{name: everybody[0][name] for name in names})
+    return shared, affinity
 
 
 def _gather_text(comm: Communicator, text: str) -> list[str]:

@@ -128,10 +128,6 @@ class Channel:
         self._tag = 0
 
     @property
-    def size(self) -> int:
-        return len(self.ranks)
-
-    @property
     def in_flight(self) -> int:
         """Transport operations in progress."""
         return len(self._in_flight)

@@ -11,6 +11,7 @@ import os
 import threading
 import time
 import traceback
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -69,8 +70,6 @@ class Engine:
         self.size = control.size
         self.counters = Counters()
         self.channels: dict[int, Channel] = {}
-        self.members: dict[int, tuple[int, ...]] = {}
-        """Ranks of every process set, whether this rank belongs to it or not."""
         self.submissions = 0
         self.submitters: set[int] = set()
         """Identifiers of the threads that have submitted anything."""
@@ -84,7 +83,8 @@ class Engine:
         self._removed: list[int] = []
         self._next_set = GLOBAL_SET
         self._submitted: deque[tuple[int, Entry]] = deque()
-        self._names: dict[tuple[int, str], Handle] = {}
+        self._names: dict[tuple[int, str], weakref.ref[Handle]] = {}
+        self._names_limit = 4096
         self._driver = Driver(self.step, self._due, affinity)
         self._closing: str | None = None
         self._failure: str | None = None
@@ -113,18 +113,21 @@ class Engine:
         """
         handle = Handle(self, name or f"{request.kind}.noname")
         entry = Entry(request, inputs, outputs, handle, self._clock(), name)  # type: ignore[arg-type]
+        self._refuse_fork()
         with self._driver.lock:
             self._refuse_if_over()
             if name is not None:
-                other = self._names.get((set_id, name))
+                known = self._names.get((set_id, name))
+                other = None if known is None else known()
                 if other is not None and not other.done():
                     raise DuplicateNameError(
                         f"Rank {self.rank} submitted '{name}' while a tensor with the same name "
                         "is still in flight: wait for its handle first, or use another name."
                     )
-                if len(self._names) > 4096:
-                    self._names = {k: h for k, h in self._names.items() if not h.done()}
-                self._names[set_id, name] = handle
+                self._names[set_id, name] = weakref.ref(handle)
+                if len(self._names) > self._names_limit:
+                    self._names = {k: h for k, h in self._names.items() if h() is not None}
+                    self._names_limit = 2 * len(self._names) + 4096
             self.submissions += 1
             self.submitters.add(threading.get_ident())
             self._submitted.append((set_id, entry))
@@ -133,8 +136,10 @@ class Engine:
 
     def wait(self, handle: Handle, timeout: float | None = None) -> None:
         """Drive the engine until a handle is done. Raises HvdliteTimeoutError."""
-        with self.counters.waiting:
-            done = self._driver.drive_until(handle.done, timeout)
+        self._refuse_fork()
+        start = time.perf_counter()
+        done = self._driver.drive_until(handle.done, timeout)
+        self.counters.waiting_seconds += time.perf_counter() - start
         if not done:
             raise HvdliteTimeoutError(
                 f"'{handle.name}' was not completed within {timeout:g} s on rank {self.rank}; "
@@ -147,6 +152,7 @@ class Engine:
         Returns when every rank has noticed, that is when each of them has submitted something
         more (and got an error) or leaves as well.
         """
+        self._refuse_fork()
         with self._driver.lock:
             self._closing = reason
             self._driver.wake()
@@ -193,19 +199,26 @@ class Engine:
             bytes=counters.bytes,
             packing_seconds=counters.packing.seconds,
             moving_seconds=counters.moving.seconds,
-            waiting_seconds=counters.waiting.seconds,
+            waiting_seconds=counters.waiting_seconds,
             queue_depth=len(self._submitted) + sum(len(c.negotiator.pending) for c in channels),
             in_flight=sum(channel.in_flight for channel in channels),
         )
 
-    def _refuse_if_over(self) -> None:
+    def failure(self) -> HvdliteInternalError:
+        """Return the error of an engine that has given up."""
+        return HvdliteInternalError(self._failure)
+
+    def _refuse_fork(self) -> None:
+        # Before any lock is taken: it may have been held at the time of the fork.
         if not self.is_mine:
             raise HvdliteInternalError(
                 "This process was forked from one that uses hvdlite; only the original can "
                 "communicate. Start workers that need collectives with mpirun instead."
             )
+
+    def _refuse_if_over(self) -> None:
         if self._failure is not None:
-            raise HvdliteInternalError(self._failure)
+            raise self.failure()
         if self._closing is not None:
             raise HvdliteInternalError(
                 f"hvdlite has been shut down (rank {self.rank}: {self._closing})."
@@ -213,6 +226,7 @@ class Engine:
 
     def attended(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the calling thread is going to wait."""
+        self._refuse_fork()
         return self._driver.attended()
 
     def _due(self) -> float | None:
@@ -257,6 +271,8 @@ class Engine:
             return True
 
     def _take_in(self) -> bool:
+        # Read first: what was submitted before shutdown() must not be left behind.
+        closing = self._closing
         moved = False
         while self._submitted:
             set_id, entry = self._submitted.popleft()
@@ -273,9 +289,9 @@ class Engine:
                 )
             else:
                 channel.negotiator.add(entry)
-        if self._closing is not None:
+        if closing is not None:
             for channel in self.channels.values():
-                channel.negotiator.leave(self._closing)
+                channel.negotiator.leave(closing)
         return moved
 
     def _closed(self) -> bool:
@@ -298,7 +314,6 @@ class Engine:
     ) -> int:
         set_id = self._next_set
         self._next_set += 1
-        self.members[set_id] = ranks
         if control is None or data is None:
             return set_id
         options = self._options
@@ -326,7 +341,6 @@ class Engine:
             entry.handle.finish(self._split(response.request.splits))
             return
         (set_id,) = response.request.splits
-        self.members.pop(set_id, None)
         channel = self.channels.get(set_id)
         if channel is not None:
             channel.negotiator.leave(REMOVED, now=True)

@@ -103,7 +103,8 @@ class Executor:
         for rank in range(self.size):
             before = start
             for piece in pieces:
-                first = sum(rows_of_rank(piece.shape[0], r, self.size) for r in range(rank))
+                each, more = divmod(piece.shape[0], self.size)
+                first = rank * each + min(rank, more)
                 rows = rows_of_rank(piece.shape[0], rank, self.size)
                 places.append((piece, first, rows, start))
                 start += rows * math.prod(piece.shape[1:])

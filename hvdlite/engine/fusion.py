@@ -82,7 +82,8 @@ def plan(agreed: Iterable[tuple[Response, Entry | None]], threshold: int) -> lis
             if batch is None or full or request.resident or kind not in _FUSED:
                 batch = Batch(kind, dtype, response)
                 batches.append(batch)
-                open_batches[key] = batch
+                if not request.resident:
+                    open_batches[key] = batch
             batch.pieces.append(piece)
             batch.nbytes += nbytes
     return batches

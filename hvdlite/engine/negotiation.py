@@ -158,8 +158,10 @@ class Negotiator:
         width = (self.cache.slots + 63) // 64
         words = np.zeros(_BITS + 2 * width, dtype=np.uint64)
         no_news = not self._news and not self._conflicts
-        drains = self._leaving is not None
-        stays = not drains or (bool(self.pending) and not self._leaving_now)
+        leaves = self._leaving is not None
+        stays = not leaves or (bool(self.pending) and not self._leaving_now)
+        # What does not fit into this round's window must get its turn before the set closes.
+        drains = leaves and (self._leaving_now or self._head + WINDOW not in self.pending)
         words[0] = no_news * _NO_NEWS | stays * _STAYS | drains * _DRAINS
         if not self.joined and JOIN_KEY not in self.pending:
             self._fill_window(words)

@@ -35,7 +35,7 @@ class Statistics:
     tensors: int
     """Tensors that they carried."""
     bytes: int
-    """Payload bytes that they carried, counted once on each rank."""
+    """Payload bytes that they carried, counted once on each rank; without those of alltoall."""
     packing_seconds: float
     """Copying in and out of fusion buffers."""
     moving_seconds: float
@@ -87,7 +87,7 @@ class Counters:
     bytes: int = 0
     packing: Stopwatch = field(default_factory=Stopwatch)
     moving: Stopwatch = field(default_factory=Stopwatch)
-    waiting: Stopwatch = field(default_factory=Stopwatch)
+    waiting_seconds: float = 0.0
 
     def moved(self, batch: Batch) -> None:
         self.batches += 1

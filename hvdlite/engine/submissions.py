@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -15,10 +16,23 @@ if TYPE_CHECKING:
 __all__ = ["Entry", "Handle"]
 
 
+_converting = threading.RLock()
+"""Several threads may wait for one handle, and its result is converted once."""
+
+
 class Handle:
     """A collective in progress. Ask `done()`, or `wait()` for its result."""
 
-    __slots__ = ("_converted", "_engine", "_error", "_finished", "_result", "convert", "name")
+    __slots__ = (
+        "__weakref__",
+        "_converted",
+        "_engine",
+        "_error",
+        "_finished",
+        "_result",
+        "convert",
+        "name",
+    )
 
     def __init__(self, engine: Engine, name: str) -> None:
         self._engine = engine
@@ -36,7 +50,7 @@ class Handle:
 
     def done(self) -> bool:
         """Return whether `wait()` would return, or raise, at once."""
-        return self._finished
+        return self._finished or self._engine.failed
 
     def wait(self, timeout: float | None = None) -> Any:
         """Wait for the collective and return its result.
@@ -52,13 +66,16 @@ class Handle:
         """
         if not self._finished:
             self._engine.wait(self, timeout)
+        if not self._finished:
+            raise self._engine.failure()
         if self._error is not None:
             raise self._error
-        if not self._converted:
-            # Marked first: a conversion that fails must not run again on a half-used result.
-            self._converted = True
-            if self.convert is not None:
-                self._result, self.convert = self.convert(self._result), None
+        with _converting:
+            if not self._converted:
+                # Marked first: one that fails must not run again on a half-used result.
+                self._converted = True
+                if self.convert is not None:
+                    self._result, self.convert = self.convert(self._result), None
         return self._result
 
     def finish(self, result: Any) -> None:
@@ -87,4 +104,4 @@ class Entry:
     remaining: int = 0
     """Tensors whose communication has not ended."""
     extra: Any = field(default=None)
-    """Passed through to whoever completes the entry (a new process set, say)."""
+    """alltoall: how many rows came from each rank."""

@@ -250,3 +250,26 @@ def test_an_internal_error_fails_what_is_in_flight_and_what_comes(seed, monkeypa
         handle.wait()
     with pytest.raises(HvdliteInternalError, match="broken by the test"):
         job.submit(0, "x")
+
+
+@pytest.mark.parametrize("count", [1, 33, 100])
+def test_all_that_every_rank_has_submitted_is_completed_before_the_end(count):
+    job = Job(2, count)
+    handles = [job.submit(r, None) for r in range(2) for _ in range(count)]
+    for rank in range(2):
+        job.leave(rank)
+    job.run(lambda: all(engine._closed() for engine in job.engines))
+    for handle in handles:
+        np.testing.assert_array_equal(handle.wait()[0], [3.0, 3.0])
+
+
+def test_a_handle_does_not_outlive_its_engine_undone(monkeypatch):
+    job = Job(2)
+    handles = [job.submit(r, "w") for r in range(2)]
+    # Between being agreed on and being carried out, a request is in none of the queues.
+    monkeypatch.setattr("hvdlite.engine.channel.plan", lambda agreed, threshold: 1 / 0)
+    job.run(lambda: all(engine.failed for engine in job.engines))
+    for handle in handles:
+        assert handle.done()
+        with pytest.raises(HvdliteInternalError, match="ZeroDivisionError"):
+            handle.wait(timeout=5)
