@@ -142,7 +142,7 @@ class Settings:
     """The knobs of one process. Ranks of a job should agree on them."""
 
     fusion_threshold: int = _knob(
-        64 * 2**20,
+        4 * 2**20,
         _integer("bytes", show=_show_bytes),
         "FUSION_THRESHOLD",
         "Tensors are fused into one buffer up to this many bytes; 0 turns fusion off.",

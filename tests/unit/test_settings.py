@@ -80,7 +80,7 @@ def read(**environ: str) -> Settings:
 def test_defaults() -> None:
     assert read() == Settings()
     assert dataclasses.asdict(Settings()) == {
-        "fusion_threshold": 64 * 1024 * 1024,
+        "fusion_threshold": 4 * 1024 * 1024,
         "cycle_time": 1.0,
         "cache_capacity": 1024,
         "stall_check": True,
