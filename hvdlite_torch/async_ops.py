@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from hvdlite import Handle, ProcessSet, global_process_set
 from hvdlite.collectives import resolve_op
+from hvdlite.collectives.arrays import only, then
 from hvdlite.engine import submit
 from hvdlite.transport.types import Array, ReduceOp
 
@@ -51,7 +52,7 @@ def allreduce_async(
     """Begin an `allreduce`; the result is a new tensor."""
     targets = [Target.fresh(check_tensor(tensor, "allreduce"))]
     reduction = (resolve_op(average, op), prescale_factor, postscale_factor)
-    return _then(_allreduce([tensor], targets, name, reduction, process_set), _only)
+    return then(_allreduce([tensor], targets, name, reduction, process_set), only)
 
 
 @eager
@@ -67,7 +68,7 @@ def allreduce_async_(
     """Begin an `allreduce` in place."""
     targets = [Target.in_place(check_tensor(tensor, "allreduce_"), "allreduce_")]
     reduction = (resolve_op(average, op), prescale_factor, postscale_factor)
-    return _then(_allreduce(None, targets, name, reduction, process_set), _only)
+    return then(_allreduce(None, targets, name, reduction, process_set), only)
 
 
 @eager
@@ -142,7 +143,7 @@ def broadcast_async(
     source = source_of(check_tensor(tensor, "broadcast"))
     target = Target.fresh(tensor)
     handle = _broadcast([source], [target], root_rank, name, process_set)
-    return _then(handle, _only)
+    return then(handle, only)
 
 
 @eager
@@ -155,7 +156,7 @@ def broadcast_async_(
     """Begin a `broadcast` in place."""
     target = Target.in_place(check_tensor(tensor, "broadcast_"), "broadcast_")
     handle = _broadcast([target.array], [target], root_rank, name, process_set)
-    return _then(handle, _only)
+    return then(handle, only)
 
 
 def broadcast_many_(
@@ -198,7 +199,7 @@ def allgather_async(
 ) -> Handle:
     """Begin an `allgather`."""
     check_tensor(tensor, "allgather")
-    return _then(grouped_allgather_async([tensor], name, process_set), _only)
+    return then(grouped_allgather_async([tensor], name, process_set), only)
 
 
 @eager
@@ -215,7 +216,7 @@ def grouped_allgather_async(
         name=name,
         process_set=process_set,
     )
-    return _then(handle, lambda arrays: _like(arrays, tensors))
+    return then(handle, lambda arrays: _like(arrays, tensors))
 
 
 @eager
@@ -278,7 +279,7 @@ def reducescatter_async(
     handle = grouped_reducescatter_async(
         [tensor], name, op, process_set, prescale_factor, postscale_factor
     )
-    return _then(handle, _only)
+    return then(handle, only)
 
 
 @eager
@@ -301,7 +302,7 @@ def grouped_reducescatter_async(
         postscale=postscale_factor,
         process_set=process_set,
     )
-    return _then(handle, lambda arrays: _like(arrays, tensors))
+    return then(handle, lambda arrays: _like(arrays, tensors))
 
 
 # -- conversions --------------------------------------------------------------------------
@@ -312,14 +313,3 @@ def _like(arrays: Sequence[Array], tensors: Sequence[torch.Tensor]) -> list[torc
         tensor_of(array, tensor.dtype).to(tensor.device)
         for array, tensor in zip(arrays, tensors, strict=True)
     ]
-
-
-def _only(results: list[torch.Tensor]) -> torch.Tensor:
-    return results[0]
-
-
-def _then(handle: Handle, convert: Callable[[Any], Any]) -> Handle:
-    """Apply `convert` after whatever the handle converts its result with already."""
-    first = handle.convert
-    handle.convert = convert if first is None else (lambda result: convert(first(result)))
-    return handle
