@@ -12,7 +12,7 @@ from ..engine.submissions import Handle
 from ..process_sets import ProcessSet, global_process_set
 from ..transport.types import Array, DType, ReduceOp
 from ..world import attended
-from .arrays import in_place_targets, only, resolve_op, storage_views, then
+from .arrays import in_place_targets, resolve_op, storage_view, storage_views
 
 __all__ = [
     "allreduce",
@@ -75,10 +75,20 @@ def allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Begin an `allreduce`."""
-    handle = grouped_allreduce_async(
-        [array], average, name, op, prescale_factor, postscale_factor, process_set
+    source = np.asarray(array)
+    output: Array = np.empty_like(source, subok=False)
+    dtype = DType.of(source)
+    return submit.submit_allreduce(
+        [storage_view(source, dtype)],
+        [storage_view(output, dtype)],
+        dtypes=[dtype],
+        name=name,
+        op=resolve_op(average, op),
+        prescale=prescale_factor,
+        postscale=postscale_factor,
+        process_set=process_set,
+        result=output,
     )
-    return then(handle, only)
 
 
 def allreduce_(
@@ -107,10 +117,21 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Begin an `allreduce` in place."""
-    handle = grouped_allreduce_async_(
-        [array], average, name, op, prescale_factor, postscale_factor, process_set
+    if not isinstance(array, np.ndarray):
+        in_place_targets("allreduce_", [array])
+    dtype = DType.of(array)
+    storage = (storage_view(array, dtype),)
+    return submit.submit_allreduce(
+        storage,
+        storage,
+        dtypes=(dtype,),
+        name=name,
+        op=resolve_op(average, op),
+        prescale=prescale_factor,
+        postscale=postscale_factor,
+        process_set=process_set,
+        result=array,
     )
-    return then(handle, only)
 
 
 def grouped_allreduce(
@@ -142,7 +163,7 @@ def grouped_allreduce_async(
     inputs = [np.asarray(array) for array in arrays]
     outputs = [np.empty_like(array, subok=False) for array in inputs]
     dtypes = [DType.of(array) for array in inputs]
-    handle = submit.submit_allreduce(
+    return submit.submit_allreduce(
         storage_views(inputs, dtypes),
         storage_views(outputs, dtypes),
         dtypes=dtypes,
@@ -151,8 +172,8 @@ def grouped_allreduce_async(
         prescale=prescale_factor,
         postscale=postscale_factor,
         process_set=process_set,
+        result=outputs,
     )
-    return then(handle, lambda _: outputs)
 
 
 def grouped_allreduce_(
@@ -184,7 +205,7 @@ def grouped_allreduce_async_(
     targets = in_place_targets("allreduce_", arrays)
     dtypes = [DType.of(array) for array in targets]
     storage = storage_views(targets, dtypes)
-    handle = submit.submit_allreduce(
+    return submit.submit_allreduce(
         storage,
         storage,
         dtypes=dtypes,
@@ -193,5 +214,5 @@ def grouped_allreduce_async_(
         prescale=prescale_factor,
         postscale=postscale_factor,
         process_set=process_set,
+        result=targets,
     )
-    return then(handle, lambda _: targets)

@@ -14,6 +14,7 @@ __all__ = [
     "in_place_targets",
     "only",
     "resolve_op",
+    "storage_view",
     "storage_views",
     "then",
     "views_as",
@@ -30,6 +31,8 @@ def resolve_op(average: bool | None, op: ReduceOp | int | None) -> ReduceOp:
     """
     if average is not None and op is not None:
         raise ValueError("The op parameter supersedes average: pass only one of them.")
+    if type(op) is ReduceOp:
+        return op
     if op is None:
         return ReduceOp.AVERAGE if average or average is None else ReduceOp.SUM
     try:
@@ -61,12 +64,16 @@ def in_place_targets(what: str, arrays: Sequence[Array]) -> list[Array]:
     return list(arrays)
 
 
+def storage_view(array: Array, dtype: DType) -> Array:
+    """Return a view as the engine wants it: a plain array, bfloat16 as its bits."""
+    if array.dtype is dtype.storage:
+        return np.asarray(array)
+    return np.asarray(array.view(dtype.storage))
+
+
 def storage_views(arrays: Sequence[Array], dtypes: Sequence[DType]) -> list[Array]:
-    """Return views as the engine wants them: plain arrays, bfloat16 as its bits."""
-    return [
-        np.asarray(array) if array.dtype == dtype.storage else array.view(dtype.storage)
-        for array, dtype in zip(arrays, dtypes, strict=True)
-    ]
+    """Return `storage_view` of several arrays."""
+    return [storage_view(array, dtype) for array, dtype in zip(arrays, dtypes, strict=True)]
 
 
 def views_as(outputs: Sequence[Array], like: Sequence[Array]) -> list[Array]:

@@ -106,8 +106,6 @@ class Channel:
         self.transport = transport
         self.ranks = tuple(ranks)
         self.negotiator = Negotiator(control, cache_capacity, self.ranks)
-        self.executing: dict[int, Entry] = {}
-        """Agreed on and not completed, by id."""
         self.closed_by: str | None = None
         self._fusion_threshold = fusion_threshold
         self._cycle_time = cycle_time
@@ -131,6 +129,12 @@ class Channel:
     def in_flight(self) -> int:
         """Transport operations in progress."""
         return len(self._in_flight)
+
+    def executing(self) -> list[Entry]:
+        """Return what was agreed on and has not completed."""
+        batches = [*(batch for _, batch in self._in_flight), *self._queue]
+        entries = {id(e): e for batch in batches for e in batch.entries if e is not None}
+        return [entry for entry in entries.values() if not entry.handle.done()]
 
     @property
     def quiet(self) -> bool:
@@ -200,7 +204,10 @@ class Channel:
                 self._on_change(response, entry)
             else:
                 if entry is not None:
-                    self._begin(entry)
+                    entry.remaining = len(response.request.dtypes)
+                    if not entry.remaining:
+                        # A group of no tensors, or a barrier: agreement is all there is to it.
+                        entry.handle.finish([])
                 runnable.append((response, entry))
         self._queue.extend(plan(runnable, self._fusion_threshold))
         if outcome.join is not None:
@@ -208,14 +215,6 @@ class Channel:
             outcome.join.handle.finish(self.ranks[outcome.last_joined])
         if outcome.left is not None:
             self._close(outcome.left)
-
-    def _begin(self, entry: Entry) -> None:
-        entry.remaining = len(entry.request.shapes)
-        if entry.remaining:
-            self.executing[id(entry)] = entry
-        else:
-            # A group of no tensors, or a barrier: that all ranks agree is all there is to it.
-            entry.handle.finish([])
 
     def _close(self, left: Sequence[tuple[int, str]]) -> None:
         reasons: dict[str, list[int]] = {}
@@ -244,12 +243,10 @@ class Channel:
         self.negotiator.closed = True
         self.closed_by = text
         self.fail_pending(text)
-        for entry in self.executing.values():
-            if not entry.handle.done():
-                entry.handle.fail(
-                    HvdliteInternalError(f"{text}; '{entry.handle.name}' was interrupted.")
-                )
-        self.executing.clear()
+        for entry in self.executing():
+            entry.handle.fail(
+                HvdliteInternalError(f"{text}; '{entry.handle.name}' was interrupted.")
+            )
         self._queue.clear()
         # MPI may still write into the buffers that these hold.
         _unfinished.append((self._round, self._in_flight))
@@ -266,17 +263,9 @@ class Channel:
             # The first step of every operation comes in the same order on every rank.
             self._in_flight[-1][0].advance()
             moved = True
-        for task, batch in self._in_flight:
+        for task, _ in self._in_flight:
             if not task.finished:
                 moved |= task.advance(tests)
-            if task.finished:
-                self._retire(batch)
         if moved:
             self._in_flight = [item for item in self._in_flight if not item[0].finished]
         return moved
-
-    def _retire(self, batch: Batch) -> None:
-        for piece in batch.pieces:
-            entry = piece.entry
-            if entry is not None and entry.handle.done():
-                self.executing.pop(id(entry), None)

@@ -11,25 +11,36 @@ import os
 import threading
 import time
 import traceback
-import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..exceptions import DuplicateNameError, HvdliteInternalError, HvdliteTimeoutError
 from ..log import logger
 from ..transport.base import Communicator, Transport
+from ..transport.types import Array
 from .channel import REMOVED, Channel, Task
 from .driver import IDLE, Driver
 from .requests import Kind, Request, Response, display
 from .stall import StallInspector, StallLimits, Waiting
 from .statistics import Counters, Statistics
-from .submissions import Entry, Handle
+from .submissions import Entry, Handle, Names
 
 __all__ = ["GLOBAL_SET", "Engine", "EngineOptions"]
 
 GLOBAL_SET = 0
 """Number of the process set that all ranks belong to."""
+
+_forks = 0
+"""How often this process was forked off since it imported this."""
+
+
+def _forked() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 @dataclass(frozen=True)
@@ -83,12 +94,11 @@ class Engine:
         self._removed: list[int] = []
         self._next_set = GLOBAL_SET
         self._submitted: deque[tuple[int, Entry]] = deque()
-        self._names: dict[tuple[int, str], weakref.ref[Handle]] = {}
-        self._names_limit = 4096
+        self._names: defaultdict[int, Names] = defaultdict(dict)
         self._driver = Driver(self.step, self._due, affinity)
         self._closing: str | None = None
         self._failure: str | None = None
-        self._pid = os.getpid()
+        self._fork = _forks
         self._add_set(tuple(range(self.size)), control, data)
 
     # -- callers ------------------------------------------------------------------------
@@ -102,36 +112,41 @@ class Engine:
         set_id: int,
         request: Request,
         name: str | None,
-        inputs: list[object],
-        outputs: list[object],
+        inputs: Sequence[Array],
+        outputs: list[Array | None],
+        result: object = None,
     ) -> Handle:
         """Hand in a request.
+
+        Args:
+            result: what the handle is to return in place of the outputs.
 
         Raises:
             DuplicateNameError: the name is in flight on this rank.
             HvdliteInternalError: the engine cannot take anything any more.
         """
-        handle = Handle(self, name or f"{request.kind}.noname")
-        entry = Entry(request, inputs, outputs, handle, self._clock(), name)  # type: ignore[arg-type]
-        self._refuse_fork()
-        with self._driver.lock:
-            self._refuse_if_over()
+        if _forks != self._fork:
+            self._refuse_fork()
+        names = self._names[set_id]
+        handle = Handle(self, name, request.kind, names)
+        entry = Entry(request, inputs, outputs, handle, self._clock(), name)
+        if result is not None:
+            entry.result = result
+        driver = self._driver
+        with driver.lock:
+            if self._failure is not None or self._closing is not None:
+                self._refuse_if_over()
             if name is not None:
-                known = self._names.get((set_id, name))
-                other = None if known is None else known()
-                if other is not None and not other.done():
+                if name in names:
                     raise DuplicateNameError(
                         f"Rank {self.rank} submitted '{name}' while a tensor with the same name "
                         "is still in flight: wait for its handle first, or use another name."
                     )
-                self._names[set_id, name] = weakref.ref(handle)
-                if len(self._names) > self._names_limit:
-                    self._names = {k: h for k, h in self._names.items() if h() is not None}
-                    self._names_limit = 2 * len(self._names) + 4096
+                names[name] = handle
             self.submissions += 1
             self.submitters.add(threading.get_ident())
             self._submitted.append((set_id, entry))
-            self._driver.wake()
+            driver.wake()
         return handle
 
     def wait(self, handle: Handle, timeout: float | None = None) -> None:
@@ -177,7 +192,7 @@ class Engine:
     @property
     def is_mine(self) -> bool:
         """Whether this is the process that made the engine, and not a fork of it."""
-        return os.getpid() == self._pid
+        return _forks == self._fork
 
     @property
     def failed(self) -> bool:
@@ -366,7 +381,7 @@ class Engine:
         now = self._clock()
         return {
             display(entry.key, entry.request.kind): now - entry.submitted
-            for entry in [*channel.negotiator.pending.values(), *channel.executing.values()]
+            for entry in [*channel.negotiator.pending.values(), *channel.executing()]
             if entry.request.kind is not Kind.JOIN and not entry.handle.done()
         }
 

@@ -11,9 +11,10 @@ import numpy as np
 from ..transport import kernels
 from ..transport.base import Finish, Operation, Transport
 from ..transport.types import Array, DType, ReduceOp
-from .fusion import Batch, FusionBuffers, Piece
-from .requests import Kind, Request
+from .fusion import Batch, FusionBuffers
+from .requests import Kind, Piece, Request
 from .statistics import Counters
+from .submissions import Entry
 
 __all__ = ["Executor", "rows_of_rank"]
 
@@ -55,18 +56,16 @@ class Executor:
     # -- reductions ---------------------------------------------------------------------
 
     def _allreduce(self, batch: Batch, tag: int) -> Operation[None]:
-        pieces, dtype = batch.pieces, batch.dtype
-        request = batch.response.request
+        pieces, dtype, request = batch.pieces, batch.dtype, batch.request
+        scratch = None
         with self.counters.packing:
-            buffer = None if len(pieces) > 1 else _in_place(pieces[0], dtype)
-            scratch = None
+            buffer = None
+            if len(pieces) == 1:
+                buffer = _in_place(pieces[0], batch.entries[0], dtype)
             if buffer is None:
                 scratch = self.buffers.acquire(batch.nbytes)
                 buffer = _typed(scratch, batch.nbytes, dtype)
-                at = 0
-                for piece in pieces:
-                    _pack(piece, buffer[at : at + piece.elements], dtype, request.op)
-                    at += piece.elements
+                _pack(batch, buffer)
             self._before(buffer, dtype, request)
         with self.counters.moving:
             if len(buffer):
@@ -78,49 +77,40 @@ class Executor:
                     tag,
                     request.resident or len(pieces) > 1,
                 )
-        with self.counters.packing:
-            if scratch is not None:
-                at = 0
-                for piece in pieces:
-                    if piece.entry is not None:
-                        out = piece.entry.outputs[piece.index]
-                        assert out is not None
-                        np.copyto(
-                            out,
-                            buffer[at : at + piece.elements].reshape(piece.shape),
-                            casting="unsafe",
-                        )
-                    at += piece.elements
+        if scratch is not None:
+            with self.counters.packing:
+                _unpack(batch, buffer)
                 self.buffers.release(scratch)
-        _complete(pieces)
+        _complete(batch)
 
     def _reduce_scatter(self, batch: Batch, tag: int) -> Operation[None]:
         pieces, dtype = batch.pieces, batch.dtype
-        request = batch.response.request
+        request = batch.request
         counts = [0] * self.size
-        places: list[tuple[Piece, int, int, int]] = []  # piece, first row, rows, start
+        # piece, entry, first row, rows, start
+        places: list[tuple[Piece, Entry | None, int, int, int]] = []
         start = 0
         for rank in range(self.size):
             before = start
-            for piece in pieces:
+            for piece, entry in zip(pieces, batch.entries, strict=True):
                 each, more = divmod(piece.shape[0], self.size)
                 first = rank * each + min(rank, more)
                 rows = rows_of_rank(piece.shape[0], rank, self.size)
-                places.append((piece, first, rows, start))
+                places.append((piece, entry, first, rows, start))
                 start += rows * math.prod(piece.shape[1:])
             counts[rank] = start - before
         with self.counters.packing:
             scratch = self.buffers.acquire(batch.nbytes)
             buffer = _typed(scratch, batch.nbytes, dtype)
-            for piece, first, rows, at in places:
+            for piece, entry, first, rows, at in places:
                 width = math.prod(piece.shape[1:])
                 target = buffer[at : at + rows * width]
-                if piece.entry is None:
+                if entry is None:
                     target[...] = kernels.neutral(dtype, _transport_op(request.op))
                 else:
                     np.copyto(
                         target.reshape(rows, *piece.shape[1:]),
-                        piece.entry.inputs[piece.index][first : first + rows],
+                        entry.inputs[piece.index][first : first + rows],
                         casting="unsafe",
                     )
             self._before(buffer, dtype, request)
@@ -135,13 +125,13 @@ class Executor:
                     tag,
                 )
         with self.counters.packing:
-            for piece, _, rows, at in places[self.rank * len(pieces) :][: len(pieces)]:
-                if piece.entry is not None:
+            for piece, entry, _, rows, at in places[self.rank * len(pieces) :][: len(pieces)]:
+                if entry is not None:
                     width = math.prod(piece.shape[1:])
                     mine = buffer[at : at + rows * width].reshape(rows, *piece.shape[1:])
-                    piece.entry.outputs[piece.index] = mine.astype(piece.dtype.storage)
+                    entry.outputs[piece.index] = mine.astype(piece.dtype.storage)
             self.buffers.release(scratch)
-        _complete(pieces)
+        _complete(batch)
 
     def _before(self, buffer: Array, dtype: DType, request: Request) -> None:
         if request.prescale != 1.0:
@@ -167,13 +157,13 @@ class Executor:
 
     def _allgather(self, batch: Batch, tag: int) -> Operation[None]:
         pieces = batch.pieces
-        counts = [
-            sum(p.response.rows[p.index][rank] * p.row_bytes for p in pieces)
-            for rank in range(self.size)
-        ]
+        counts = [sum(p.rows[rank] * p.row_bytes for p in pieces) for rank in range(self.size)]
         with self.counters.packing:
             scratch = None
-            outputs = [self._gathered_output(piece) for piece in pieces]
+            outputs = [
+                None if entry is None else _gathered_output(piece)
+                for piece, entry in zip(pieces, batch.entries, strict=True)
+            ]
             first = outputs[0]
             if len(pieces) == 1 and first is not None:
                 buffer = _bytes(first)
@@ -181,10 +171,10 @@ class Executor:
                 scratch = self.buffers.acquire(batch.nbytes)
                 buffer = scratch[: batch.nbytes]
             at = sum(counts[: self.rank])
-            for piece in pieces:
-                if piece.entry is not None:
-                    source = piece.entry.inputs[piece.index]
-                    nbytes = piece.response.rows[piece.index][self.rank] * piece.row_bytes
+            for piece, entry in zip(pieces, batch.entries, strict=True):
+                if entry is not None:
+                    source = entry.inputs[piece.index]
+                    nbytes = piece.rows[self.rank] * piece.row_bytes
                     if nbytes:
                         target = buffer[at : at + nbytes].view(piece.dtype.storage)
                         np.copyto(target.reshape(source.shape), source)
@@ -196,16 +186,10 @@ class Executor:
             if scratch is not None:
                 self._unpack_gathered(pieces, outputs, buffer)
                 self.buffers.release(scratch)
-        for piece, output in zip(pieces, outputs, strict=True):
-            if piece.entry is not None:
-                piece.entry.outputs[piece.index] = output
-        _complete(pieces)
-
-    def _gathered_output(self, piece: Piece) -> Array | None:
-        if piece.entry is None:
-            return None
-        rows = sum(piece.response.rows[piece.index])
-        return np.empty((rows, *piece.shape[1:]), dtype=piece.dtype.storage)
+        for piece, entry, output in zip(pieces, batch.entries, outputs, strict=True):
+            if entry is not None:
+                entry.outputs[piece.index] = output
+        _complete(batch)
 
     def _unpack_gathered(
         self, pieces: Sequence[Piece], outputs: Sequence[Array | None], buffer: Array
@@ -214,7 +198,7 @@ class Executor:
         filled = [0] * len(pieces)
         for rank in range(self.size):
             for i, piece in enumerate(pieces):
-                nbytes = piece.response.rows[piece.index][rank] * piece.row_bytes
+                nbytes = piece.rows[rank] * piece.row_bytes
                 output = outputs[i]
                 if output is not None and nbytes:
                     _bytes(output)[filled[i] : filled[i] + nbytes] = buffer[at : at + nbytes]
@@ -223,39 +207,40 @@ class Executor:
 
     def _broadcast(self, batch: Batch, tag: int) -> Operation[None]:
         pieces = batch.pieces
-        root = batch.response.request.root
+        root = batch.request.root
         with self.counters.packing:
             scratch = None
             buffer = None
             if len(pieces) == 1:
-                buffer = _in_place(pieces[0], pieces[0].dtype, copy=self.rank == root)
+                buffer = _in_place(
+                    pieces[0], batch.entries[0], pieces[0].dtype, copy=self.rank == root
+                )
             if buffer is not None:
                 buffer = buffer.view(np.uint8)
             else:
                 scratch = self.buffers.acquire(batch.nbytes)
                 buffer = scratch[: batch.nbytes]
                 if self.rank == root:
-                    for piece, target in _byte_places(pieces, buffer):
-                        assert piece.entry is not None
-                        np.copyto(target, piece.entry.inputs[piece.index])
+                    for piece, entry, target in _byte_places(batch, buffer):
+                        assert entry is not None
+                        np.copyto(target, entry.inputs[piece.index])
         with self.counters.moving:
             if len(buffer):
                 yield from self.transport.broadcast(buffer, root, tag)
         with self.counters.packing:
             if scratch is not None:
-                for piece, source in _byte_places(pieces, buffer):
-                    if piece.entry is not None:
-                        out = piece.entry.outputs[piece.index]
+                for piece, entry, source in _byte_places(batch, buffer):
+                    if entry is not None:
+                        out = entry.outputs[piece.index]
                         assert out is not None
                         np.copyto(out, source)
                 self.buffers.release(scratch)
-        _complete(pieces)
+        _complete(batch)
 
     def _alltoall(self, batch: Batch, tag: int) -> Operation[None]:
-        (piece,) = batch.pieces
-        entry = piece.entry
+        (piece,), (entry,) = batch.pieces, batch.entries
         assert entry is not None
-        splits = piece.response.rows
+        splits = piece.splits
         received = [splits[rank][self.rank] for rank in range(self.size)]
         width = piece.row_bytes
         send = np.ascontiguousarray(entry.inputs[0])
@@ -269,9 +254,8 @@ class Executor:
                     [rows * width for rows in received],
                     tag,
                 )
-        entry.outputs[0] = recv
-        entry.extra = np.array(received, dtype=np.int64)
-        _complete(batch.pieces)
+        entry.result = recv, np.array(received, dtype=np.int64)
+        _complete(batch)
 
 
 def _transport_op(op: ReduceOp) -> ReduceOp:
@@ -286,11 +270,15 @@ def _bytes(array: Array) -> Array:
     return array.reshape(-1).view(np.uint8)
 
 
-def _in_place(piece: Piece, dtype: DType, copy: bool = True) -> Array | None:
+def _gathered_output(piece: Piece) -> Array:
+    return np.empty((sum(piece.rows), *piece.shape[1:]), dtype=piece.dtype.storage)
+
+
+def _in_place(piece: Piece, entry: Entry | None, dtype: DType, copy: bool = True) -> Array | None:
     """Return the caller's own output, flat and holding the input, if it can be the buffer."""
-    if piece.entry is None or piece.dtype is not dtype:
+    if entry is None or piece.dtype is not dtype:
         return None
-    out, source = piece.entry.outputs[piece.index], piece.entry.inputs[piece.index]
+    out, source = entry.outputs[piece.index], entry.inputs[piece.index]
     assert out is not None
     if not out.flags.c_contiguous:
         return None
@@ -299,34 +287,60 @@ def _in_place(piece: Piece, dtype: DType, copy: bool = True) -> Array | None:
     return out.reshape(-1)
 
 
-def _pack(piece: Piece, target: Array, dtype: DType, op: ReduceOp) -> None:
-    if piece.entry is None:
-        target[...] = kernels.neutral(dtype, _transport_op(op))
-    else:
-        source = piece.entry.inputs[piece.index]
-        np.copyto(target.reshape(piece.shape), source, casting="unsafe")
+_FEW_BYTES = 32 * 1024
+"""Up to this many bytes for each tensor, calls cost more than copying."""
 
 
-def _byte_places(pieces: Sequence[Piece], buffer: Array) -> list[tuple[Piece, Array]]:
+def _pack(batch: Batch, buffer: Array) -> None:
+    """Fill a fusion buffer with the tensors of a batch."""
+    pieces, entries = batch.pieces, batch.entries
+    if batch.nbytes <= len(pieces) * _FEW_BYTES and None not in entries:
+        flat = [
+            entry.inputs[piece.index].ravel()  # type: ignore[union-attr]
+            for piece, entry in zip(pieces, entries, strict=True)
+        ]
+        # One call for all of them, which takes a tenth of the time for small tensors.
+        np.concatenate(flat, out=buffer, casting="unsafe")
+        return
+    at = 0
+    for piece, entry in zip(pieces, entries, strict=True):
+        target = buffer[at : at + piece.elements]
+        if entry is None:
+            target[...] = kernels.neutral(batch.dtype, _transport_op(batch.request.op))
+        else:
+            source = entry.inputs[piece.index]
+            np.copyto(target.reshape(piece.shape), source, casting="unsafe")
+        at += piece.elements
+
+
+def _unpack(batch: Batch, buffer: Array) -> None:
+    """Copy a fusion buffer to where the tensors of a batch go."""
+    at = 0
+    for piece, entry in zip(batch.pieces, batch.entries, strict=True):
+        stop = at + piece.elements
+        if entry is not None:
+            out: Any = entry.outputs[piece.index]
+            part = buffer[at:stop]
+            if out.ndim != 1:
+                part = part.reshape(piece.shape)
+            out[...] = part
+        at = stop
+
+
+def _byte_places(batch: Batch, buffer: Array) -> list[tuple[Piece, Entry | None, Array]]:
     places = []
     at = 0
-    for piece in pieces:
+    for piece, entry in zip(batch.pieces, batch.entries, strict=True):
         nbytes = piece.elements * piece.dtype.itemsize
         view = buffer[at : at + nbytes].view(piece.dtype.storage).reshape(piece.shape)
-        places.append((piece, view))
+        places.append((piece, entry, view))
         at += nbytes
     return places
 
 
-def _complete(pieces: Sequence[Piece]) -> None:
-    for piece in pieces:
-        entry = piece.entry
-        if entry is None:
-            continue
-        entry.remaining -= 1
-        if entry.remaining <= 0:
-            entry.handle.finish(_result(entry.outputs, entry.extra))
-
-
-def _result(outputs: list[Any], extra: Any) -> Any:
-    return outputs if extra is None else (outputs[0], extra)
+def _complete(batch: Batch) -> None:
+    for entry in batch.entries:
+        if entry is not None:
+            entry.remaining -= 1
+            if entry.remaining <= 0:
+                entry.complete()

@@ -2,37 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..transport.types import Array, DType, ReduceOp
-from .requests import Kind, Response
+from ..transport.types import Array, DType
+from .requests import Kind, Piece, Request, Response
 from .submissions import Entry
 
-__all__ = ["Batch", "FusionBuffers", "Piece", "plan", "wire_dtype"]
-
-_FUSED = (Kind.ALLREDUCE, Kind.REDUCESCATTER, Kind.ALLGATHER, Kind.BROADCAST)
-
-
-class Piece:
-    """One tensor of an agreed response."""
-
-    __slots__ = ("dtype", "elements", "entry", "index", "response", "row_bytes", "shape")
-
-    def __init__(self, response: Response, index: int, entry: Entry | None) -> None:
-        self.response = response
-        self.index = index
-        self.entry = entry
-        """None on a rank that has joined: it has no such tensor."""
-        self.dtype = response.request.dtypes[index]
-        self.shape = response.request.shapes[index]
-        """Shape on the lowest rank; for allgather only the trailing dimensions are common."""
-        self.elements = math.prod(self.shape)
-        self.row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
-        """Bytes of everything under one index of the first dimension."""
+__all__ = ["Batch", "FusionBuffers", "plan"]
 
 
 @dataclass(slots=True, eq=False)
@@ -41,23 +20,12 @@ class Batch:
 
     kind: Kind
     dtype: DType
-    response: Response
+    request: Request
     """That of the first tensor; what makes a batch is equal in all of them."""
     pieces: list[Piece] = field(default_factory=list)
+    entries: list[Entry | None] = field(default_factory=list)
+    """What this rank submitted for each piece; None on a rank that has joined."""
     nbytes: int = 0
-
-
-def wire_dtype(kind: Kind, dtype: DType, op: ReduceOp) -> DType:
-    """Return the element type in which a tensor travels.
-
-    The average of integers is taken of their sum in 64 bits, since their own type may not hold
-    it. That of 64-bit integers wraps around like any of their sums.
-    """
-    if kind in (Kind.ALLGATHER, Kind.BROADCAST, Kind.ALLTOALL):
-        return DType.UINT8
-    if op is ReduceOp.AVERAGE and dtype.is_integer:
-        return DType.UINT64 if dtype is DType.UINT64 else DType.INT64
-    return dtype
 
 
 def plan(agreed: Iterable[tuple[Response, Entry | None]], threshold: int) -> list[Batch]:
@@ -68,37 +36,20 @@ def plan(agreed: Iterable[tuple[Response, Entry | None]], threshold: int) -> lis
         threshold: bytes up to which tensors share a batch; 0 gives each its own.
     """
     batches: list[Batch] = []
-    open_batches: dict[tuple[object, ...], Batch] = {}
+    open_batches: dict[int, Batch] = {}
     for response, entry in agreed:
-        request = response.request
-        kind = request.kind
-        for index, element in enumerate(request.dtypes):
-            piece = Piece(response, index, entry)
-            dtype = wire_dtype(kind, element, request.op)
-            nbytes = _wire_bytes(piece, dtype)
-            key = (kind, dtype, request.op, request.prescale, request.postscale, request.root)
-            batch = open_batches.get(key)
-            full = batch is not None and batch.nbytes + nbytes > threshold
-            if batch is None or full or request.resident or kind not in _FUSED:
-                batch = Batch(kind, dtype, response)
+        for piece in response.pieces:
+            batch = open_batches.get(piece.kin)
+            nbytes = piece.nbytes
+            if batch is None or piece.alone or batch.nbytes + nbytes > threshold:
+                batch = Batch(piece.request.kind, piece.wire, piece.request)
                 batches.append(batch)
-                if not request.resident:
-                    open_batches[key] = batch
+                if not piece.alone:
+                    open_batches[piece.kin] = batch
             batch.pieces.append(piece)
+            batch.entries.append(entry)
             batch.nbytes += nbytes
     return batches
-
-
-def _wire_bytes(piece: Piece, dtype: DType) -> int:
-    response = piece.response
-    kind = response.request.kind
-    if kind is Kind.ALLGATHER:
-        return sum(response.rows[piece.index]) * piece.row_bytes
-    if kind in (Kind.ALLREDUCE, Kind.REDUCESCATTER):
-        return piece.elements * dtype.itemsize
-    if kind is Kind.BROADCAST:
-        return piece.elements * piece.dtype.itemsize
-    return 0
 
 
 class FusionBuffers:

@@ -20,20 +20,23 @@ from ..transport.base import Communicator, Operation
 from ..transport.types import Array
 from .cache import ResponseCache
 from .coordinator import Coordinator
-from .requests import Key, Kind, News, Reply, Request, Response, decode, encode
+from .requests import Key, Kind, News, Reply, Response, decode, encode
 from .submissions import Entry
 
 __all__ = ["JOIN_KEY", "Negotiator", "Round", "receive"]
 
 JOIN_KEY = "hvdlite.join"
 NEWS_TAG, REPLY_TAG = 1, 2
-WINDOW = 32
-"""Unnamed requests that one round can settle."""
+_NARROWEST, _WIDEST = 16, 512
+"""Unnamed requests that one round can settle. The window doubles while it is full, since
+whoever has submitted so many is likely to do so again, and narrows when it was too wide for
+some rounds."""
+
+_TOO_WIDE = 16
 
 _ALL = (1 << 64) - 1
 # Flags are phrased so that AND answers the question "does this hold on every rank?".
 _NO_NEWS, _STAYS, _DRAINS = 1, 2, 4
-_PRESENT, _DIGESTS, _INVERSES, _BITS = 1, 2, 2 + WINDOW, 2 + 2 * WINDOW
 
 
 @dataclass(slots=True)
@@ -73,7 +76,8 @@ class Negotiator:
         self._conflicts: dict[int, str] = {}
         self._next = 0
         self._head = 0
-        self._digests: dict[Request, int] = {}
+        self._window = _NARROWEST
+        self._too_wide = 0
 
     # -- what this rank has to say ------------------------------------------------------
 
@@ -131,10 +135,11 @@ class Negotiator:
         yield self.comm.iband(words)
         answer: list[int] = words.tolist()
         flags = answer[0]
-        width = (len(answer) - _BITS) // 2
-        responses = self._read_ready(answer[_BITS : _BITS + width])
+        bits = self._bits_from()
+        width = (len(answer) - bits) // 2
+        responses = self._read_ready(answer[bits : bits + width])
         result = Round(cached=len(responses))
-        self._read_conflicts(answer[_BITS + width :])
+        self._read_conflicts(answer[bits + width :])
         unsettled = self._read_window(answer, responses)
         closing = not flags & _STAYS or bool(flags & _DRAINS)
         if unsettled or closing or not flags & _NO_NEWS:
@@ -156,12 +161,13 @@ class Negotiator:
             self._news.append(JOIN_KEY)
             self._joins = False
         width = (self.cache.slots + 63) // 64
-        words = np.zeros(_BITS + 2 * width, dtype=np.uint64)
+        bits = self._bits_from()
+        words = np.zeros(bits + 2 * width, dtype=np.uint64)
         no_news = not self._news and not self._conflicts
         leaves = self._leaving is not None
         stays = not leaves or (bool(self.pending) and not self._leaving_now)
         # What does not fit into this round's window must get its turn before the set closes.
-        drains = leaves and (self._leaving_now or self._head + WINDOW not in self.pending)
+        drains = leaves and (self._leaving_now or self._head + self._window not in self.pending)
         words[0] = no_news * _NO_NEWS | stays * _STAYS | drains * _DRAINS
         if not self.joined and JOIN_KEY not in self.pending:
             self._fill_window(words)
@@ -171,30 +177,36 @@ class Negotiator:
                 ready[slot >> 6] |= 1 << (slot & 63)
             for slot in self._conflicts:
                 valid[slot >> 6] &= ~(1 << (slot & 63))
-            words[_BITS : _BITS + width] = ready
-            words[_BITS + width :] = valid
+            words[bits : bits + width] = ready
+            words[bits + width :] = valid
         return words
+
+    def _bits_from(self) -> int:
+        """Return where the bits of the cache begin in the words of a round.
+
+        Before them are the flags; a bit for each place in the window that is taken; the
+        digests; and their inverses.
+        """
+        return 1 + -(-self._window // 64) + 2 * self._window
 
     def _fill_window(self, words: Array) -> None:
         digests: list[int] = []
-        for key in range(self._head, self._head + WINDOW):
+        for key in range(self._head, self._head + self._window):
             entry = self.pending.get(key)
             if entry is None:
                 break
-            digests.append(self._digest_of(entry.request))
+            digests.append(entry.request.digest)
         if digests:
             count = len(digests)
-            words[_PRESENT] = (1 << count) - 1
-            words[_DIGESTS : _DIGESTS + count] = digests
-            words[_INVERSES : _INVERSES + count] = [_ALL ^ digest for digest in digests]
-
-    def _digest_of(self, request: Request) -> int:
-        digest = self._digests.get(request)
-        if digest is None:
-            if len(self._digests) >= 4096:  # shapes that never come back must not pile up
-                self._digests.clear()
-            digest = self._digests[request] = request.digest()
-        return digest
+            first = 1 + -(-self._window // 64)
+            whole, rest = divmod(count, 64)
+            words[1 : 1 + whole] = _ALL
+            if rest:
+                words[1 + whole] = (1 << rest) - 1
+            own = np.array(digests, dtype=np.uint64)
+            words[first : first + count] = own
+            first += self._window
+            words[first : first + count] = ~own
 
     def _read_ready(self, words: list[int]) -> list[Response]:
         responses: list[Response] = []
@@ -212,20 +224,32 @@ class Negotiator:
 
     def _read_window(self, answer: list[int], responses: list[Response]) -> bool:
         """Settle the unnamed requests that are equal everywhere; return whether others remain."""
-        count = (answer[_PRESENT] + 1).bit_length() - 1
+        window = self._window
+        first = 1 + -(-window // 64)
+        count = sum(word.bit_count() for word in answer[1:first])
         unsettled = False
         for i in range(count):
             key = self._head + i
             # Both halves are ANDs over the ranks: a bit that is set in neither is a bit in
             # which two ranks differ.
-            if answer[_DIGESTS + i] | answer[_INVERSES + i] == _ALL:
+            if answer[first + i] | answer[first + window + i] == _ALL:
                 request = self.pending[key].request
                 responses.append(Response.of_equal_requests(key, request, self.comm.size))
             else:
                 self._news.append(key)
                 unsettled = True
         self._head += count
+        self._fit_window(count)
         return unsettled
+
+    def _fit_window(self, count: int) -> None:
+        """Choose the window of the next round by how much of this one was used everywhere."""
+        self._too_wide = self._too_wide + 1 if count * 4 <= self._window else 0
+        if count == self._window:
+            self._window = min(2 * self._window, _WIDEST)
+        elif self._too_wide >= _TOO_WIDE:
+            self._window = max(self._window // 2, _NARROWEST)
+            self._too_wide = 0
 
     # -- news ---------------------------------------------------------------------------
 

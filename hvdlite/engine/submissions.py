@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ..transport.types import Array
-from .requests import Key, Request
+from .requests import Key, Kind, Request
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -25,24 +25,31 @@ class Handle:
 
     __slots__ = (
         "__weakref__",
-        "_converted",
         "_engine",
         "_error",
         "_finished",
+        "_kind",
+        "_name",
+        "_names",
         "_result",
         "convert",
-        "name",
     )
 
-    def __init__(self, engine: Engine, name: str) -> None:
+    def __init__(self, engine: Engine, name: str | None, kind: Kind, names: Names) -> None:
         self._engine = engine
         self._finished = False
-        self._converted = False
         self._result: Any = None
         self._error: BaseException | None = None
-        self.name = name
+        self._name = name
+        self._kind = kind
+        self._names = names
         self.convert: Callable[[Any], Any] | None = None
         """Turns the raw result into what the caller gets, once, in the thread that waits."""
+
+    @property
+    def name(self) -> str:
+        """The name under which it was submitted, or one to show."""
+        return self._name or f"{self._kind}.noname"
 
     def __repr__(self) -> str:
         state = "in progress" if not self._finished else "failed" if self._error else "done"
@@ -70,23 +77,42 @@ class Handle:
             raise self._engine.failure()
         if self._error is not None:
             raise self._error
-        with _converting:
-            if not self._converted:
-                # Marked first: one that fails must not run again on a half-used result.
-                self._converted = True
-                if self.convert is not None:
-                    self._result, self.convert = self.convert(self._result), None
+        if self.convert is not None:
+            self._convert()
         return self._result
+
+    def _convert(self) -> None:
+        with _converting:
+            if self.convert is None:
+                return
+            try:
+                self._result = self.convert(self._result)
+            except BaseException as error:
+                # Must not run again on a half-used result.
+                self._error = error
+                raise
+            finally:
+                self.convert = None
 
     def finish(self, result: Any) -> None:
         """Complete with a result (engine only)."""
         self._result = result
-        self._finished = True
+        self._end()
 
     def fail(self, error: BaseException) -> None:
         """Complete with an error (engine only)."""
         self._error = error
+        self._end()
+
+    def _end(self) -> None:
+        # A rank may use the name again once it sees that this has finished.
+        if self._name is not None and self._names.get(self._name) is self:
+            del self._names[self._name]
         self._finished = True
+
+
+Names: TypeAlias = "dict[str, Handle]"
+"""Names in flight within one process set."""
 
 
 @dataclass(slots=True, eq=False)
@@ -94,7 +120,7 @@ class Entry:
     """One submission: the request, the caller's arrays, and the handle that waits for them."""
 
     request: Request
-    inputs: list[Array]
+    inputs: Sequence[Array]
     outputs: list[Array | None]
     """Where results go; None where only the negotiation tells how large they are."""
     handle: Handle
@@ -103,5 +129,9 @@ class Entry:
     key: Key = -1
     remaining: int = 0
     """Tensors whose communication has not ended."""
-    extra: Any = field(default=None)
-    """alltoall: how many rows came from each rank."""
+    result: Any = None
+    """What the handle is to return; None for the outputs."""
+
+    def complete(self) -> None:
+        """Give the handle its result."""
+        self.handle.finish(self.outputs if self.result is None else self.result)

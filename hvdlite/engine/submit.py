@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from ..transport.types import Array, DType, ReduceOp
-from ..world import engine
+from ..world import current, engine
 from .engine import GLOBAL_SET
 from .negotiation import JOIN_KEY
 from .requests import Kind, Request
@@ -42,6 +42,7 @@ def submit_allreduce(
     postscale: float = 1.0,
     process_set: ProcessSet,
     resident: bool = False,
+    result: object = None,
 ) -> Handle:
     """Submit an all-reduce.
 
@@ -54,6 +55,7 @@ def submit_allreduce(
         postscale: factor applied after it.
         resident: whether the tensors lie, on every rank, in memory from `allocate_buffer`;
             they are reduced there then, and not fused with others.
+        result: what the handle is to return in place of the outputs.
 
     Returns:
         A handle whose result is the list of the outputs.
@@ -62,21 +64,39 @@ def submit_allreduce(
         TypeError: the element type does not go with `op`.
         ValueError: this rank is not in the process set.
     """
-    dtypes = _dtypes(inputs, dtypes)
-    _check_reduction(dtypes, op)
     for output in outputs:
         if not output.flags.writeable:
             raise ValueError("allreduce cannot write its result: the output array is read-only.")
-    request = Request(
-        Kind.ALLREDUCE,
-        tuple(dtypes),
-        _shapes(inputs),
-        op,
-        prescale=float(prescale),
-        postscale=float(postscale),
-        resident=resident,
-    )
-    return _submit(process_set, request, name, inputs, outputs)
+    key: object
+    if len(inputs) == 1:
+        array = inputs[0]
+        kind = array.dtype if dtypes is None else dtypes[0]
+        key = kind, array.shape, op, prescale, postscale, resident
+    else:
+        dtypes = _dtypes(inputs, dtypes)
+        key = tuple(dtypes), _shapes(inputs), op, prescale, postscale, resident
+    request = _requests.get(key)
+    if request is None:
+        dtypes = _dtypes(inputs, dtypes)
+        _check_reduction(dtypes, op)
+        request = Request(
+            Kind.ALLREDUCE,
+            tuple(dtypes),
+            _shapes(inputs),
+            op,
+            prescale=float(prescale),
+            postscale=float(postscale),
+            resident=resident,
+        )
+        if len(_requests) >= _REQUESTS:  # shapes that never come back must not pile up
+            _requests.clear()
+        _requests[key] = request
+    return _submit(process_set, request, name, inputs, outputs, result)
+
+
+_REQUESTS = 4096
+_requests: dict[object, Request] = {}
+"""Requests for all-reduces that passed the checks: the next one like it is the same object."""
 
 
 def submit_allgather(
@@ -250,19 +270,25 @@ def _submit(
     name: str | None,
     inputs: Sequence[Array],
     outputs: Sequence[Array | None],
+    result: object = None,
 ) -> Handle:
+    state = current()
+    set_id: Any = getattr(process_set, "process_set_id", None)
+    if state.sets.get(set_id) is not process_set or set_id not in state.engine.channels:
+        set_id = _refused(process_set, request.kind)
     if name is not None and not isinstance(name, str):
         raise TypeError(f"{request.kind}: name must be a string, not {type(name).__name__}.")
-    current = engine()
+    return state.engine.submit(set_id, request, name or None, inputs, list(outputs), result)
+
+
+def _refused(process_set: ProcessSet, kind: Kind) -> int:
+    """Raise what is wrong with a process set, or return its number if that is for the engine."""
+    rank = engine().rank
     ranks = _ranks(process_set)
-    if current.rank not in ranks:
-        raise ValueError(
-            f"{request.kind}: rank {current.rank} is not in the process set {list(ranks)}."
-        )
+    if rank not in ranks:
+        raise ValueError(f"{kind}: rank {rank} is not in the process set {list(ranks)}.")
     assert process_set.process_set_id is not None
-    return current.submit(
-        process_set.process_set_id, request, name or None, list(inputs), list(outputs)
-    )
+    return process_set.process_set_id
 
 
 def _ranks(process_set: ProcessSet) -> list[int]:

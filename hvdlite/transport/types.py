@@ -23,6 +23,9 @@ class ReduceOp(enum.IntEnum):
     MAX = 4
     PRODUCT = 5
 
+    # Enum's own is in Python, and these are in the keys of every tensor.
+    __hash__ = int.__hash__
+
     def __str__(self) -> str:
         return self.name.capitalize()
 
@@ -45,6 +48,8 @@ class DType(enum.IntEnum):
     FLOAT64 = 12
     COMPLEX64 = 13
     COMPLEX128 = 14
+
+    __hash__ = int.__hash__
 
     def __str__(self) -> str:
         return self.name.lower()

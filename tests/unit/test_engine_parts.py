@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hvdlite.engine.cache import ResponseCache
 from hvdlite.engine.coordinator import Coordinator, find_mismatch, show_ranks
-from hvdlite.engine.fusion import FusionBuffers, plan, wire_dtype
+from hvdlite.engine.fusion import FusionBuffers, plan
 from hvdlite.engine.requests import (
     Kind,
     News,
@@ -19,6 +19,7 @@ from hvdlite.engine.requests import (
     decode,
     display,
     encode,
+    wire_dtype,
 )
 from hvdlite.engine.stall import describe_stall
 from hvdlite.transport.types import DType, ReduceOp
@@ -46,8 +47,8 @@ def test_digest_depends_on_values_and_not_on_identity():
     shape = (3, 4)
     twice = Request(Kind.ALLREDUCE, (DType.INT8,) * 2, (shape, shape))
     apart = Request(Kind.ALLREDUCE, (DType.INT8,) * 2, ((3, 4), (3, 4)))
-    assert twice.digest() == apart.digest()
-    assert twice.digest() != twice._replace(postscale=2.0).digest()
+    assert twice.digest == apart.digest
+    assert twice.digest != twice._replace(postscale=2.0).digest
 
 
 # -- cache ------------------------------------------------------------------------------
