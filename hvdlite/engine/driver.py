@@ -20,6 +20,11 @@ __all__ = ["IDLE", "Driver"]
 IDLE = 0.25
 """Seconds between looks for messages of the stall inspector while there is nothing to do."""
 
+_GATHERING = 2e-4
+"""Seconds between the first submission and the thread's step. Whoever submits a tensor is
+likely to submit more: they share a round, and the thread does not take turns with it at the
+interpreter lock meanwhile."""
+
 _BURST = 5e-5
 _CALLER_BURST = 1e-3
 _CALLER_TESTS = 16
@@ -159,6 +164,8 @@ class Driver:
                 pacer.pause()
             else:
                 self._nap(due)
+                if self._news and not self._callers:
+                    time.sleep(_GATHERING)
 
     def _nap(self, seconds: float) -> None:
         """Sleep, unless something new has come since the last step."""
