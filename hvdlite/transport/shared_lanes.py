@@ -1,13 +1,17 @@
 """Lanes: the places where the ranks of one host meet, and the slots that data pass through.
 
-Python cannot order one core's stores for another core, so the ranks meet in barriers of MPI,
-which has to. Barriers of one communicator must start in the same order on all ranks, but
+The ranks meet by counting in shared memory: whoever comes adds one to a number of its own, and
+goes on when nobody's is less. That takes a microsecond, and no message that would have to be
+passed on by a rank that is not running. It needs a processor that shows one core's stores to
+the others in their order, as x86 does, and Python has no means to ask others for it: elsewhere
+the ranks meet in barriers of MPI. These must start in the same order on all ranks, but
 operations interleave as they like; so there are several lanes, each with a communicator and
 slots of its own, and a lane carries one operation at a time.
 """
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any
@@ -30,7 +34,13 @@ ELSEWHERE = -1
 """On a card: the buffer lies in no segment."""
 
 _CARDS = PROOF_BYTES
-_CARD_BYTES = 2 * 8
+_CARD_WORDS = 8  # a cache line, of which a rank writes its own
+_CARD_BYTES = _CARD_WORDS * 8
+_COUNT = 2
+"""Where on a card the meetings are counted, behind two offsets."""
+
+STORES_IN_ORDER = platform.machine().lower() in ("x86_64", "amd64", "i686")
+"""Whether other cores see the stores of one core in the order in which it made them."""
 
 
 class Lane:
@@ -43,15 +53,26 @@ class Lane:
         comm: carries the barriers and nothing else.
         slots: the slots of each rank.
         cards: the cards of each rank.
+        counts: whether the ranks meet by counting.
     """
 
-    def __init__(self, comm: Communicator, slots: Sequence[Array], cards: Sequence[Array]) -> None:
+    def __init__(
+        self,
+        comm: Communicator,
+        slots: Sequence[Array],
+        cards: Sequence[Array],
+        counts: bool = STORES_IN_ORDER,
+    ) -> None:
         self.comm = comm
         self.slots = slots
         self.slot_count = _slots(comm.size)
         plain: Sequence[Any] = cards
         # Ten times as fast as arrays, for single numbers.
         self._cards = [memoryview(card).cast("q") for card in plain]
+        self._own = self._cards[comm.rank]
+        self._others = [card for rank, card in enumerate(self._cards) if rank != comm.rank]
+        self._counts = counts
+        self._meetings = 0
         self.entered = 0
         self.left = 0
         self.next_slot = 0
@@ -68,7 +89,11 @@ class Lane:
 
     def meet(self) -> Pending:
         """Complete when every rank has come here, and what it did before can be seen."""
-        return self.comm.ibarrier()
+        if not self._counts:
+            return self.comm.ibarrier()
+        self._meetings += 1
+        self._own[_COUNT] = self._meetings
+        return _Meeting(self._others, self._meetings)
 
     def show(self, offset: int) -> None:
         self._cards[self.comm.rank][self.left % 2] = offset
@@ -76,6 +101,23 @@ class Lane:
     def shown(self) -> list[int]:
         """Return what the ranks showed before they met."""
         return [cards[self.left % 2] for cards in self._cards]
+
+
+class _Meeting:
+    """Completes when every other rank has counted this far."""
+
+    __slots__ = ("_cards", "_count")
+
+    def __init__(self, cards: Sequence[memoryview[int]], count: int) -> None:
+        self._cards = cards
+        self._count = count
+
+    def Test(self) -> bool:
+        count = self._count
+        for card in self._cards:  # noqa: SIM110 (no generator where a rank spends its waiting)
+            if card[_COUNT] < count:
+                return False
+        return True
 
 
 class _Turn:
