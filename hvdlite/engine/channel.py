@@ -105,7 +105,7 @@ class Channel:
         self.control = control
         self.transport = transport
         self.ranks = tuple(ranks)
-        self.negotiator = Negotiator(control, cache_capacity, self.ranks)
+        self.negotiator = Negotiator(control, cache_capacity, self.ranks, transport.words)
         self.closed_by: str | None = None
         self._fusion_threshold = fusion_threshold
         self._cycle_time = cycle_time

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..transport.base import Communicator, Operation
+from ..transport.base import Communicator, Operation, Words
 from ..transport.types import Array
 from .cache import ResponseCache
 from .coordinator import Coordinator
@@ -57,8 +57,15 @@ class Round:
 class Negotiator:
     """This rank's side of the rounds of one process set."""
 
-    def __init__(self, comm: Communicator, capacity: int, ranks: Sequence[int]) -> None:
+    def __init__(
+        self,
+        comm: Communicator,
+        capacity: int,
+        ranks: Sequence[int],
+        words: Words | None = None,
+    ) -> None:
         self.comm = comm
+        self._words = words
         self.cache = ResponseCache(capacity)
         self.pending: dict[Key, Entry] = {}
         """Submitted and not yet agreed on."""
@@ -132,7 +139,8 @@ class Negotiator:
         """Run one round with the other ranks of the set."""
         self.fresh = False
         words = self._fill()
-        yield self.comm.iband(words)
+        pending = None if self._words is None else self._words.iband(words)
+        yield self.comm.iband(words) if pending is None else pending
         answer: list[int] = words.tolist()
         flags = answer[0]
         bits = self._bits_from()

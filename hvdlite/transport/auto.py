@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ..log import logger
-from .base import Communicator, Finish, Operation, Transport
+from .base import Communicator, Finish, Operation, Transport, Words
 from .mpi import MPITransport
 from .ring import RingTransport
 from .shared_memory import SharedMemoryTransport
@@ -114,6 +114,7 @@ class AutoTransport:
         self._small = small
         self._large = large
         self._limits = limits
+        self.words: Words | None = large.words
         self._small_bytes = settings.small_bytes
 
     def _by_size(self, buffer: Array) -> Transport:

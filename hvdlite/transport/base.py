@@ -12,7 +12,7 @@ from typing import Protocol, TypeAlias, TypeVar
 
 from .types import Array, DType, ReduceOp
 
-__all__ = ["Communicator", "Finish", "Operation", "Pending", "Transport"]
+__all__ = ["Communicator", "Finish", "Operation", "Pending", "Transport", "Words"]
 
 T = TypeVar("T")
 
@@ -84,13 +84,27 @@ class Communicator(Protocol):
     def free(self) -> None: ...
 
 
+class Words(Protocol):
+    """A way to combine few words of all ranks."""
+
+    def iband(self, words: Array) -> Pending | None:
+        """Combine uint64 words by bitwise AND, in place; None if they are too many."""
+        ...
+
+
 class Transport(Protocol):
     """Moves and combines flat, C-contiguous arrays among the ranks of one communicator.
 
     Operations are started (their first `next`) in the same order on every rank; after that
     they may interleave in any way. `tag` is the same on every rank and unique among the
     operations in flight. Lengths are counted in elements of `dtype`.
+
+    Attributes:
+        words: combines the words of negotiation rounds faster than messages could; None if
+            there is no such way.
     """
+
+    words: Words | None
 
     def allreduce(
         self,

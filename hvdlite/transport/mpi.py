@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from . import kernels
-from .base import Communicator, Finish, Operation
+from .base import Communicator, Finish, Operation, Words
 from .ring import RingTransport, ScratchPool
 from .types import Array, DType, ReduceOp
 
@@ -26,6 +26,8 @@ class MPITransport:
         gather_bytes: contributions of all ranks together up to which every rank gets all of
             them and reduces them itself, in the order of the ranks.
     """
+
+    words: Words | None = None
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ from itertools import accumulate
 import numpy as np
 
 from . import kernels
-from .base import Communicator, Finish, Operation, Pending
+from .base import Communicator, Finish, Operation, Pending, Words
 from .types import Array, DType, ReduceOp
 
 __all__ = ["SEGMENT_BYTES", "WINDOW", "RingTransport", "ScratchPool", "even_counts"]
@@ -102,6 +102,8 @@ class RingTransport:
         segment_bytes: what is sent, summed and forwarded as one.
         window: receives posted ahead by one operation.
     """
+
+    words: Words | None = None
 
     def __init__(
         self, comm: Communicator, segment_bytes: int = SEGMENT_BYTES, window: int = WINDOW

@@ -18,6 +18,7 @@ from typing import Any
 
 from .base import Communicator, Operation, Pending
 from .shared_segment import HEADER, PROOF_BYTES, SharedSegments, map_segments
+from .shared_words import TABLE_BYTES, SharedWords
 from .types import Array
 
 __all__ = ["ELSEWHERE", "Lane", "Passage", "make_lanes"]
@@ -53,7 +54,7 @@ class Lane:
         comm: carries the barriers and nothing else.
         slots: the slots of each rank.
         cards: the cards of each rank.
-        counts: whether the ranks meet by counting.
+        counts: whether the ranks meet by counting; by default where that works.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Lane:
         comm: Communicator,
         slots: Sequence[Array],
         cards: Sequence[Array],
-        counts: bool = STORES_IN_ORDER,
+        counts: bool | None = None,
     ) -> None:
         self.comm = comm
         self.slots = slots
@@ -71,7 +72,7 @@ class Lane:
         self._cards = [memoryview(card).cast("q") for card in plain]
         self._own = self._cards[comm.rank]
         self._others = [card for rank, card in enumerate(self._cards) if rank != comm.rank]
-        self._counts = counts
+        self._counts = STORES_IN_ORDER if counts is None else counts
         self._meetings = 0
         self.entered = 0
         self.left = 0
@@ -189,7 +190,7 @@ class Passage:
 
 def make_lanes(
     comm: Communicator, count: int, slot_bytes: int, capacity: int
-) -> Operation[tuple[SharedSegments, list[Lane]]]:
+) -> Operation[tuple[SharedSegments, list[Lane], SharedWords | None]]:
     """Map segments with room for lanes at their beginnings (collective, and it blocks).
 
     Args:
@@ -202,7 +203,7 @@ def make_lanes(
         SegmentUnavailableError: it does not work on some rank; raised on all of them.
     """
     lane_bytes = _slots(comm.size) * slot_bytes
-    segments = yield from map_segments(comm, capacity, count * lane_bytes)
+    segments = yield from map_segments(comm, capacity, count * lane_bytes + TABLE_BYTES)
 
     def on_all(start: int, nbytes: int) -> list[Array]:
         return [segments.view(rank, start, nbytes) for rank in range(comm.size)]
@@ -215,7 +216,8 @@ def make_lanes(
         )
         for number in range(count)
     ]
-    return segments, lanes
+    tables = on_all(HEADER + count * lane_bytes, TABLE_BYTES)
+    return segments, lanes, SharedWords(comm.rank, tables) if STORES_IN_ORDER else None
 
 
 def _slots(size: int) -> int:

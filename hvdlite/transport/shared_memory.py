@@ -17,10 +17,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from . import kernels
-from .base import Communicator, Finish, Operation
+from .base import Communicator, Finish, Operation, Words
 from .ring import RingTransport, even_counts
 from .shared_lanes import ELSEWHERE, Lane, Passage, make_lanes
 from .shared_segment import SegmentUnavailableError, SharedSegments
+from .shared_words import SharedWords
 from .types import Array, DType, ReduceOp
 
 __all__ = ["SEGMENT_BYTES", "SharedMemoryTransport"]
@@ -49,7 +50,10 @@ class SharedMemoryTransport:
         segments: SharedSegments,
         lanes: Sequence[Lane],
         segment_bytes: int,
+        words: SharedWords | None = None,
     ) -> None:
+        self.words: Words | None = words
+        """Carries the words of rounds; None where that does not work."""
         self._rank = comm.rank
         self._size = comm.size
         self._others = [rank for rank in range(comm.size) if rank != comm.rank]
@@ -115,8 +119,8 @@ class SharedMemoryTransport:
             capacity = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // size
         segment = min(segment_bytes, _SLOT_BYTES // size) // _CACHE_LINE * _CACHE_LINE
         segment = max(segment, _CACHE_LINE)
-        segments, lanes = yield from make_lanes(comm, _LANES, segment * size, capacity)
-        return cls(comm, segments, lanes, segment)
+        segments, lanes, words = yield from make_lanes(comm, _LANES, segment * size, capacity)
+        return cls(comm, segments, lanes, segment, words)
 
     # -- memory -------------------------------------------------------------------------
 

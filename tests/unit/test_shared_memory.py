@@ -8,6 +8,7 @@ import random
 import numpy as np
 import pytest
 
+from hvdlite.transport import shared_lanes
 from hvdlite.transport.shared_memory import SharedMemoryTransport
 from hvdlite.transport.types import DType, ReduceOp
 
@@ -20,22 +21,31 @@ pytestmark = pytest.mark.skipif(
 WHERE = ("ordinary", "shared", "mixed")
 
 
-class Watched:
-    """A communicator whose duplicates count their barriers."""
+@pytest.fixture(params=[True, False], ids=["counting", "barriers"], autouse=True)
+def how_ranks_meet(request, monkeypatch):
+    monkeypatch.setattr(shared_lanes, "STORES_IN_ORDER", request.param)
 
-    def __init__(self, comm, counts=None):
+
+class Watched:
+    """A communicator that keeps count of its rank's meetings."""
+
+    def __init__(self, comm):
         self._comm = comm
-        self.barriers = [] if counts is None else counts
+        self.barriers = []
 
     def __getattr__(self, name):
         return getattr(self._comm, name)
 
-    def duplicate(self):
-        return Watched(self._comm.duplicate(), self.barriers)
+    def watch(self, transport):
+        def counted(meet):
+            def meet_and_count():
+                self.barriers.append(1)
+                return meet()
 
-    def ibarrier(self):
-        self.barriers.append(1)
-        return self._comm.ibarrier()
+            return meet_and_count
+
+        for lane in transport._lanes:
+            lane.meet = counted(lane.meet)
 
 
 def make(size, scheduler=None, segment_bytes=64, capacity=2**20):
@@ -45,6 +55,8 @@ def make(size, scheduler=None, segment_bytes=64, capacity=2**20):
         [SharedMemoryTransport.creating(comm, segment_bytes, capacity=capacity)] for comm in comms
     ]
     transports = [made for (made,) in drive(world, creations)]
+    for comm, transport in zip(comms, transports, strict=True):
+        comm.watch(transport)
     return world, comms, transports
 
 

@@ -70,25 +70,23 @@ class CountedRequest:
         return True
 
 
-class CountedLane:
-    """A lane's communicator; counts its barriers in the rank's lists."""
+def counted(meet, number, started, completed):
+    """Return `meet` of a lane, counting in the rank's lists."""
 
-    def __init__(self, comm, number, started, completed):
-        self._comm = comm
-        self._number = number
-        self._started = started
-        self._completed = completed
-
-    def __getattr__(self, name):
-        return getattr(self._comm, name)
-
-    def ibarrier(self):
-        self._started[self._number] += 1
+    def meet_and_count():
+        started[number] += 1
 
         def complete():
-            self._completed[self._number] += 1
+            completed[number] += 1
 
-        return CountedRequest(self._comm.ibarrier(), complete)
+        return CountedRequest(meet(), complete)
+
+    return meet_and_count
+
+
+@pytest.fixture(params=[True, False], ids=["counting", "barriers"], autouse=True)
+def how_ranks_meet(request, monkeypatch):
+    monkeypatch.setattr(shared_lanes, "STORES_IN_ORDER", request.param)
 
 
 class Log:
@@ -109,7 +107,7 @@ class Log:
             started, completed = [0] * len(lanes), [0] * len(lanes)
             self.counts.append((started, completed))
             for number, lane in enumerate(lanes):
-                lane.comm = CountedLane(lane.comm, number, started, completed)
+                lane.meet = counted(lane.meet, number, started, completed)
                 self.lanes[id(lane)] = number
             self._watch_buffers(rank, transport._segments)
         self._watch(monkeypatch)
