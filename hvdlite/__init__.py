@@ -68,7 +68,9 @@ from .world import (
     rank,
     shutdown,
     size,
+    start_timeline,
     statistics,
+    stop_timeline,
 )
 
 __version__ = "0.1.0"
@@ -149,6 +151,8 @@ __all__ = [
     "rocm_built",
     "shutdown",
     "size",
+    "start_timeline",
     "statistics",
+    "stop_timeline",
     "synchronize",
 ]

@@ -70,6 +70,7 @@ def abort_if_exiting_badly(engine: Engine) -> None:
 def abort_if_parallel(engine: Engine, status: int = 1) -> None:
     """End the whole job with a status, if there is more to it than this process."""
     if engine.size > 1 and engine.is_mine:
+        engine.rescue()
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 stream.flush()

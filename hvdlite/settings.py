@@ -196,6 +196,15 @@ class Settings:
         "DYNAMIC_PROCESS_SETS",
         "Accepted for compatibility: process sets can always be added and removed.",
     )
+    timeline: str | None = _knob(
+        None,
+        _NAME,
+        "TIMELINE",
+        "File for the timeline of the whole job; DYNAMIC leaves it to `start_timeline`.",
+    )
+    timeline_mark_cycles: bool = _knob(
+        False, _BOOL, "TIMELINE_MARK_CYCLES", "Show negotiation rounds in the timeline."
+    )
     log_level: str = _knob(
         "warning",
         _choice("trace", "debug", "info", "warning", "error", "fatal"),
@@ -313,7 +322,7 @@ _NOT_YET = frozenset(
     for suffix in """
     AUTOTUNE AUTOTUNE_LOG AUTOTUNE_WARMUP_SAMPLES AUTOTUNE_STEPS_PER_SAMPLE
     AUTOTUNE_BAYES_OPT_MAX_SAMPLES AUTOTUNE_GAUSSIAN_PROCESS_NOISE
-    TIMELINE TIMELINE_MARK_CYCLES ELASTIC
+    ELASTIC
     """.split()
 )
 

@@ -18,6 +18,7 @@ import numpy as np
 from .exceptions import HvdliteError, NotInitializedError
 from .log import configure, logger
 from .settings import Settings
+from .timeline.session import START, STOP, check_start
 from .transport.base import Communicator, Pending
 
 if TYPE_CHECKING:
@@ -36,7 +37,9 @@ __all__ = [
     "rank",
     "shutdown",
     "size",
+    "start_timeline",
     "statistics",
+    "stop_timeline",
 ]
 
 
@@ -160,6 +163,9 @@ def init(
             *(state.rank, state.size, state.local_rank, state.local_size),
             *(state.hosts[state.rank], settings),
         )
+        timeline = settings.timeline
+        if timeline is not None and timeline.upper() != "DYNAMIC" and state.rank == 0:
+            state.engine.announce(START, timeline, settings.timeline_mark_cycles)
         state.engine.start()
         faults.guard(state.engine, settings.abort_on_exception)
         atexit.register(_leave_at_exit)
@@ -214,6 +220,31 @@ def _leave_at_exit() -> None:
 def statistics() -> Statistics:
     """Return what the engine of this rank has done since `init`."""
     return current().engine.statistics()
+
+
+def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
+    """Begin to record a timeline of all ranks; any rank may ask for it.
+
+    Recording begins on all of them with the next round that every rank takes part in. Open the
+    file at https://ui.perfetto.dev or in chrome://tracing.
+
+    Args:
+        file_path: the file, which rank 0 writes when the timeline is stopped, or else at the
+            end. A rank that ends badly leaves its own part beside it, named after its rank.
+        mark_cycles: show the negotiation rounds too.
+
+    Raises:
+        TypeError: `file_path` is no path.
+    """
+    current().engine.announce(START, *check_start(file_path, mark_cycles))
+
+
+def stop_timeline() -> None:
+    """End the timeline on all ranks; any rank may ask for it.
+
+    Rank 0 writes the file after the next round that every rank takes part in.
+    """
+    current().engine.announce(STOP)
 
 
 def is_initialized() -> bool:

@@ -50,7 +50,9 @@ from hvdlite import (
     rocm_built,
     shutdown,
     size,
+    start_timeline,
     statistics,
+    stop_timeline,
 )
 from hvdlite import __version__ as __version__
 
@@ -167,6 +169,8 @@ __all__ = [
     "shutdown",
     "size",
     "sparse_allreduce_async",
+    "start_timeline",
     "statistics",
+    "stop_timeline",
     "synchronize",
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..exceptions import HvdliteInternalError, MismatchError
 from ..log import logger
@@ -17,14 +17,20 @@ from .coordinator import show_ranks
 from .execution import Executor
 from .fusion import Batch, FusionBuffers, plan
 from .negotiation import Negotiator, Round
-from .requests import Kind, Response, display
+from .requests import Announcement, Kind, Response, display
 from .statistics import Counters
 from .submissions import Entry
 
-__all__ = ["IN_FLIGHT", "REMOVED", "Channel", "Task"]
+if TYPE_CHECKING:
+    from ..timeline.recorder import Recorder
+
+__all__ = ["CLOSED", "IN_FLIGHT", "REMOVED", "Channel", "Task"]
 
 REMOVED = "the process set was removed"
 """The reason to leave a process set that is not the end of the job."""
+
+CLOSED = "closed"
+"""What a channel announces by itself when its set is closed."""
 
 IN_FLIGHT = 2
 """Batches on their way at once: one is packed or unpacked while the other one moves."""
@@ -91,6 +97,8 @@ class Channel:
         cycle_time: float,
         counters: Counters,
         on_change: Callable[[Response, Entry], None] | None = None,
+        on_announcement: Callable[[Announcement], None] | None = None,
+        set_id: int = 0,
     ) -> None:
         """Make a channel.
 
@@ -101,6 +109,8 @@ class Channel:
             fusion_threshold: bytes.
             cycle_time: seconds between rounds that lead to nothing.
             on_change: called for an agreed change of the process sets.
+            on_announcement: called for what a rank has announced to all.
+            set_id: the set's number.
         """
         self.control = control
         self.transport = transport
@@ -111,6 +121,9 @@ class Channel:
         self._cycle_time = cycle_time
         self._counters = counters
         self._on_change = on_change
+        self._on_announcement = on_announcement
+        self._set_id = set_id
+        self._rounds = 0
         self._executor = Executor(
             transport,
             control.rank,
@@ -119,11 +132,21 @@ class Channel:
             counters,
         )
         self._round: Task | None = None
+        self._round_began = 0.0
         self._next_round = 0.0
         self._in_vain_since = 0.0
         self._queue: deque[Batch] = deque()
         self._in_flight: list[tuple[Task, Batch]] = []
         self._tag = 0
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """What notes down events for a timeline, while there is one."""
+        return self._executor.recorder
+
+    @recorder.setter
+    def recorder(self, recorder: Recorder | None) -> None:
+        self._executor.recorder = recorder
 
     @property
     def in_flight(self) -> int:
@@ -169,6 +192,7 @@ class Channel:
             if negotiator.fresh:
                 self._in_vain_since = now
             self._round = Task(negotiator.round())
+            self._round_began = now
         moved = self._round.advance(tests)
         if self._round.finished:
             outcome: Round = self._round.result
@@ -179,6 +203,9 @@ class Channel:
     def _take(self, outcome: Round, now: float) -> None:
         counters = self._counters
         counters.rounds += 1
+        self._rounds += 1
+        if self.recorder is not None:
+            self._record(self.recorder, outcome)
         if logger.isEnabledFor(logging.DEBUG):
             names = [display(r.key, r.request.kind) for r, _ in outcome.agreed]
             logger.debug("round on ranks %s: ready %s", list(self.ranks), names)
@@ -209,12 +236,37 @@ class Channel:
                         # A group of no tensors, or a barrier: agreement is all there is to it.
                         entry.handle.finish([])
                 runnable.append((response, entry))
-        self._queue.extend(plan(runnable, self._fusion_threshold))
+        batches = plan(runnable, self._fusion_threshold)
+        for batch in batches:
+            batch.round = self._rounds
+        self._queue.extend(batches)
         if outcome.join is not None:
             assert outcome.last_joined is not None
             outcome.join.handle.finish(self.ranks[outcome.last_joined])
+        if self._on_announcement is not None:
+            for announcement in outcome.announcements:
+                self._on_announcement(announcement)
         if outcome.left is not None:
             self._close(outcome.left)
+            if self._on_announcement is not None:
+                self._on_announcement((CLOSED,))
+
+    def _record(self, recorder: Recorder, outcome: Round) -> None:
+        now = recorder.clock()
+        if recorder.mark_cycles:
+            recorder.note("cycle", self._round_began, now, self._rounds, len(outcome.agreed))
+        for response, entry in outcome.agreed:
+            if entry is not None:
+                recorder.note(
+                    "negotiate",
+                    display(response.key, response.request.kind),
+                    entry.submitted,
+                    now,
+                    self._rounds,
+                    self._set_id,
+                    str(response.request.kind),
+                    sum(piece.nbytes for piece in response.pieces),
+                )
 
     def _close(self, left: Sequence[tuple[int, str]]) -> None:
         reasons: dict[str, list[int]] = {}
@@ -258,6 +310,8 @@ class Channel:
         moved = False
         while self._queue and len(self._in_flight) < IN_FLIGHT:
             batch = self._queue.popleft()
+            used = {other.lane for _, other in self._in_flight}
+            batch.lane = next(lane for lane in range(IN_FLIGHT) if lane not in used)
             self._tag = (self._tag + 1) % _TAGS
             self._in_flight.append((Task(self._executor.run(batch, self._tag)), batch))
             # The first step of every operation comes in the same order on every rank.

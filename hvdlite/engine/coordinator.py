@@ -44,7 +44,8 @@ class Coordinator:
         joined = tuple(self.joined)
         if len(self.joined) == len(self.ranks):
             self.joined.clear()
-        return Reply(tuple(responses), joined, left)
+        announcements = tuple(each for message in news for each in message.announcements)
+        return Reply(tuple(responses), joined, left, announcements)
 
     def _complete(self, key: Key) -> bool:
         announced = self.waiting[key]

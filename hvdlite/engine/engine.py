@@ -17,11 +17,13 @@ from dataclasses import dataclass
 
 from ..exceptions import DuplicateNameError, HvdliteInternalError, HvdliteTimeoutError
 from ..log import logger
-from ..transport.base import Communicator, Transport
+from ..timeline import Recorder, Timeline
+from ..timeline.session import START, STOP
+from ..transport.base import Communicator, Operation, Transport
 from ..transport.types import Array
-from .channel import REMOVED, Channel, Task
+from .channel import CLOSED, REMOVED, Channel, Task
 from .driver import IDLE, Driver
-from .requests import Kind, Request, Response, display
+from .requests import Announcement, Kind, Request, Response, display
 from .stall import StallInspector, StallLimits, Waiting
 from .statistics import Counters, Statistics
 from .submissions import Entry, Handle, Names
@@ -94,6 +96,10 @@ class Engine:
         self._removed: list[int] = []
         self._next_set = GLOBAL_SET
         self._submitted: deque[tuple[int, Entry]] = deque()
+        self._announcements: deque[Announcement] = deque()
+        self._chores: list[Task] = []
+        """What all ranks do beside the rounds, in the same order."""
+        self._timeline = Timeline(control, clock, self._record_with)
         self._names: defaultdict[int, Names] = defaultdict(dict)
         self._driver = Driver(self.step, self._due, affinity)
         self._closing: str | None = None
@@ -152,14 +158,30 @@ class Engine:
     def wait(self, handle: Handle, timeout: float | None = None) -> None:
         """Drive the engine until a handle is done. Raises HvdliteTimeoutError."""
         self._refuse_fork()
-        start = time.perf_counter()
+        start = self._clock()
         done = self._driver.drive_until(handle.done, timeout)
-        self.counters.waiting_seconds += time.perf_counter() - start
+        end = self._clock()
+        self.counters.waiting_seconds += end - start
+        recorder = self._timeline.recorder
+        if recorder is not None:
+            recorder.note("wait", handle.name, start, end)
         if not done:
             raise HvdliteTimeoutError(
                 f"'{handle.name}' was not completed within {timeout:g} s on rank {self.rank}; "
                 "it goes on, and its handle can be waited for again."
             )
+
+    def announce(self, *announcement: str | int | float | bool) -> None:
+        """Have all ranks act on something after one and the same round, the next one possible.
+
+        Raises:
+            HvdliteInternalError: the engine cannot take anything any more.
+        """
+        self._refuse_fork()
+        with self._driver.lock:
+            self._refuse_if_over()
+            self._announcements.append(announcement)
+            self._driver.wake()
 
     def shutdown(self, reason: str) -> None:
         """Leave: finish what all ranks agree on, tell the others, and stop the thread.
@@ -174,6 +196,7 @@ class Engine:
         if self._failure is None:
             self._driver.drive_until(self._closed)
         self._driver.stop()
+        self._timeline.finish()
         if self._failure is None:
             for set_id in list(self.channels):
                 self._free(set_id)
@@ -183,6 +206,7 @@ class Engine:
         with self._driver.lock:
             if self._failure is None:
                 self._failure = text
+        self._timeline.rescue()
         for channel in self.channels.values():
             channel.abandon(text)
         while self._submitted:
@@ -246,6 +270,8 @@ class Engine:
 
     def _due(self) -> float | None:
         """Return the seconds until there is something to do; None if MPI is to be tested."""
+        if self._chores:
+            return None
         due = IDLE
         for channel in list(self.channels.values()):
             if not channel.quiet:
@@ -275,6 +301,8 @@ class Engine:
                 moved |= channel.advance(now, tests)
             if self._removed:
                 self._free_removed()
+            if self._chores:
+                moved |= self._do_chores(tests)
             self._inspect()
             return moved
         except BaseException as error:
@@ -289,6 +317,9 @@ class Engine:
         # Read first: what was submitted before shutdown() must not be left behind.
         closing = self._closing
         moved = False
+        while self._announcements:
+            moved = True
+            self.channels[GLOBAL_SET].negotiator.announce(self._announcements.popleft())
         while self._submitted:
             set_id, entry = self._submitted.popleft()
             moved = True
@@ -310,7 +341,7 @@ class Engine:
         return moved
 
     def _closed(self) -> bool:
-        return not self._submitted and all(
+        return not (self._submitted or self._chores) and all(
             channel.negotiator.closed and channel.quiet for channel in self.channels.values()
         )
 
@@ -341,7 +372,10 @@ class Engine:
             cycle_time=options.cycle_time,
             counters=self.counters,
             on_change=self._change_sets,
+            on_announcement=self._act_on if set_id == GLOBAL_SET else None,
+            set_id=set_id,
         )
+        channel.recorder = self._timeline.recorder
         self._communicators[set_id] = control, data
         if options.stall is not None and len(ranks) > 1:
             inspector = StallInspector(
@@ -374,6 +408,38 @@ class Engine:
         self._inspectors.pop(set_id, None)
         for comm in self._communicators.pop(set_id):
             comm.free()
+
+    # -- what ranks announce --------------------------------------------------------------
+
+    def rescue(self) -> None:
+        """Save what would be lost when the process ends without `shutdown`."""
+        self._timeline.rescue()
+
+    def _act_on(self, announcement: Announcement) -> None:
+        what, *details = announcement
+        if what == START:
+            path, mark_cycles = details
+            self._add_chore(self._timeline.start(str(path), bool(mark_cycles)))
+        elif what == STOP:
+            self._add_chore(self._timeline.stop())
+        elif what == CLOSED:
+            # Every rank comes here after the same round, so nobody has to announce the end.
+            self._add_chore(self._timeline.stop())
+
+    def _record_with(self, recorder: Recorder | None) -> None:
+        for channel in self.channels.values():
+            channel.recorder = recorder
+
+    def _add_chore(self, chore: Operation[None] | None) -> None:
+        if chore is not None:
+            self._chores.append(Task(chore))
+
+    def _do_chores(self, tests: int) -> bool:
+        # One after the other: they share tags.
+        moved = self._chores[0].advance(tests)
+        if self._chores[0].finished:
+            del self._chores[0]
+        return moved
 
     # -- stalls -------------------------------------------------------------------------
 

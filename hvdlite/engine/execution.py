@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import numpy as np
 
+from ..timeline.recorder import Recorder, Span
 from ..transport import kernels
 from ..transport.base import Finish, Operation, Transport
 from ..transport.types import Array, DType, ReduceOp
 from .fusion import Batch, FusionBuffers
 from .requests import Kind, Piece, Request
-from .statistics import Counters
+from .statistics import Counters, Stopwatch
 from .submissions import Entry
 
 __all__ = ["Executor", "rows_of_rank"]
@@ -40,6 +42,7 @@ class Executor:
         self.size = size
         self.buffers = buffers
         self.counters = counters
+        self.recorder: Recorder | None = None
 
     def run(self, batch: Batch, tag: int) -> Operation[None]:
         """Carry out one batch and complete the entries that end with it."""
@@ -53,12 +56,32 @@ class Executor:
         yield from run(batch, tag)
         self.counters.moved(batch)
 
+    def _packing(self, batch: Batch) -> AbstractContextManager[Any]:
+        return self._watched(self.counters.packing, "pack", batch)
+
+    def _moving(self, batch: Batch) -> AbstractContextManager[Any]:
+        return self._watched(self.counters.moving, "move", batch)
+
+    def _unpacking(self, batch: Batch) -> AbstractContextManager[Any]:
+        return self._watched(self.counters.packing, "unpack", batch)
+
+    def _watched(
+        self, stopwatch: Stopwatch, what: str, batch: Batch
+    ) -> AbstractContextManager[Any]:
+        if self.recorder is None:
+            return stopwatch
+        stack = ExitStack()
+        stack.enter_context(stopwatch)
+        names = tuple(e.handle.name for e in batch.entries if e is not None)
+        stack.enter_context(Span(self.recorder, what, names, batch.round, batch.lane, batch.nbytes))
+        return stack
+
     # -- reductions ---------------------------------------------------------------------
 
     def _allreduce(self, batch: Batch, tag: int) -> Operation[None]:
         pieces, dtype, request = batch.pieces, batch.dtype, batch.request
         scratch = None
-        with self.counters.packing:
+        with self._packing(batch):
             buffer = None
             if len(pieces) == 1:
                 buffer = _in_place(pieces[0], batch.entries[0], dtype)
@@ -67,7 +90,7 @@ class Executor:
                 buffer = _typed(scratch, batch.nbytes, dtype)
                 _pack(batch, buffer)
             self._before(buffer, dtype, request)
-        with self.counters.moving:
+        with self._moving(batch):
             if len(buffer):
                 yield from self.transport.allreduce(
                     buffer,
@@ -78,7 +101,7 @@ class Executor:
                     request.resident or len(pieces) > 1,
                 )
         if scratch is not None:
-            with self.counters.packing:
+            with self._unpacking(batch):
                 _unpack(batch, buffer)
                 self.buffers.release(scratch)
         _complete(batch)
@@ -99,7 +122,7 @@ class Executor:
                 places.append((piece, entry, first, rows, start))
                 start += rows * math.prod(piece.shape[1:])
             counts[rank] = start - before
-        with self.counters.packing:
+        with self._packing(batch):
             scratch = self.buffers.acquire(batch.nbytes)
             buffer = _typed(scratch, batch.nbytes, dtype)
             for piece, entry, first, rows, at in places:
@@ -114,7 +137,7 @@ class Executor:
                         casting="unsafe",
                     )
             self._before(buffer, dtype, request)
-        with self.counters.moving:
+        with self._moving(batch):
             if len(buffer):
                 yield from self.transport.reduce_scatter(
                     buffer,
@@ -124,7 +147,7 @@ class Executor:
                     self._after(dtype, request),
                     tag,
                 )
-        with self.counters.packing:
+        with self._unpacking(batch):
             for piece, entry, _, rows, at in places[self.rank * len(pieces) :][: len(pieces)]:
                 if entry is not None:
                     width = math.prod(piece.shape[1:])
@@ -158,7 +181,7 @@ class Executor:
     def _allgather(self, batch: Batch, tag: int) -> Operation[None]:
         pieces = batch.pieces
         counts = [sum(p.rows[rank] * p.row_bytes for p in pieces) for rank in range(self.size)]
-        with self.counters.packing:
+        with self._packing(batch):
             scratch = None
             outputs = [
                 None if entry is None else _gathered_output(piece)
@@ -179,10 +202,10 @@ class Executor:
                         target = buffer[at : at + nbytes].view(piece.dtype.storage)
                         np.copyto(target.reshape(source.shape), source)
                     at += nbytes
-        with self.counters.moving:
+        with self._moving(batch):
             if len(buffer):
                 yield from self.transport.allgather(buffer, counts, DType.UINT8, tag)
-        with self.counters.packing:
+        with self._unpacking(batch):
             if scratch is not None:
                 self._unpack_gathered(pieces, outputs, buffer)
                 self.buffers.release(scratch)
@@ -208,7 +231,7 @@ class Executor:
     def _broadcast(self, batch: Batch, tag: int) -> Operation[None]:
         pieces = batch.pieces
         root = batch.request.root
-        with self.counters.packing:
+        with self._packing(batch):
             scratch = None
             buffer = None
             if len(pieces) == 1:
@@ -224,10 +247,10 @@ class Executor:
                     for piece, entry, target in _byte_places(batch, buffer):
                         assert entry is not None
                         np.copyto(target, entry.inputs[piece.index])
-        with self.counters.moving:
+        with self._moving(batch):
             if len(buffer):
                 yield from self.transport.broadcast(buffer, root, tag)
-        with self.counters.packing:
+        with self._unpacking(batch):
             if scratch is not None:
                 for piece, entry, source in _byte_places(batch, buffer):
                     if entry is not None:
@@ -245,7 +268,7 @@ class Executor:
         width = piece.row_bytes
         send = np.ascontiguousarray(entry.inputs[0])
         recv = np.empty((sum(received), *piece.shape[1:]), dtype=piece.dtype.storage)
-        with self.counters.moving:
+        with self._moving(batch):
             if width:
                 yield from self.transport.alltoall(
                     _bytes(send),

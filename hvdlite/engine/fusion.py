@@ -26,6 +26,10 @@ class Batch:
     entries: list[Entry | None] = field(default_factory=list)
     """What this rank submitted for each piece; None on a rank that has joined."""
     nbytes: int = 0
+    round: int = 0
+    """In which its tensors were agreed on; counted by the process set."""
+    lane: int = 0
+    """Told apart from the batches that are in flight at the same time."""
 
 
 def plan(agreed: Iterable[tuple[Response, Entry | None]], threshold: int) -> list[Batch]:

@@ -20,7 +20,7 @@ from ..transport.base import Communicator, Operation, Words
 from ..transport.types import Array
 from .cache import ResponseCache
 from .coordinator import Coordinator
-from .requests import Key, Kind, News, Reply, Response, decode, encode
+from .requests import Announcement, Key, Kind, News, Reply, Response, decode, encode
 from .submissions import Entry
 
 __all__ = ["JOIN_KEY", "Negotiator", "Round", "receive"]
@@ -52,6 +52,7 @@ class Round:
     """Set when the process set is closed: who left, and why."""
     cached: int = 0
     """How many of the responses came out of the cache."""
+    announcements: tuple[Announcement, ...] = ()
 
 
 class Negotiator:
@@ -74,6 +75,7 @@ class Negotiator:
         self.fresh = False
         """Whether this rank knows anything that its last round did not tell."""
         self._coordinator = Coordinator(ranks) if comm.rank == 0 else None
+        self._announcements: list[Announcement] = []
         self._leaving: str | None = None
         self._leaving_now = False
         self._joins = False
@@ -112,9 +114,16 @@ class Negotiator:
             self._leaving_now |= now
             self.fresh = True
 
+    def announce(self, announcement: Announcement) -> None:
+        """Tell all ranks something in the next round, this one included."""
+        self._announcements.append(announcement)
+        self.fresh = True
+
     def wants_round(self) -> bool:
         """Whether this rank has any business with the others."""
-        return not self.closed and (bool(self.pending) or self._leaving is not None)
+        return not self.closed and (
+            bool(self.pending) or self._leaving is not None or bool(self._announcements)
+        )
 
     def _classify(self, entry: Entry) -> None:
         key, request = entry.key, entry.request
@@ -171,7 +180,7 @@ class Negotiator:
         width = (self.cache.slots + 63) // 64
         bits = self._bits_from()
         words = np.zeros(bits + 2 * width, dtype=np.uint64)
-        no_news = not self._news and not self._conflicts
+        no_news = not (self._news or self._conflicts or self._announcements)
         leaves = self._leaving is not None
         stays = not leaves or (bool(self.pending) and not self._leaving_now)
         # What does not fit into this round's window must get its turn before the set closes.
@@ -265,7 +274,8 @@ class Negotiator:
         comm = self.comm
         requests = tuple((key, self.pending[key].request) for key in self._news)
         self._news.clear()
-        news = News(requests, self._leaving if closing else None)
+        news = News(requests, self._leaving if closing else None, tuple(self._announcements))
+        self._announcements.clear()
         if self._coordinator is None:
             yield comm.isend(encode(news), 0, NEWS_TAG)
             data = yield from receive(comm, 0, REPLY_TAG)
@@ -282,6 +292,7 @@ class Negotiator:
         return reply
 
     def _digest(self, reply: Reply, responses: list[Response], result: Round) -> None:
+        result.announcements = reply.announcements
         for response in reply.responses:
             responses.append(response)
             if not self.joined and not reply.joined:

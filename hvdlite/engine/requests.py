@@ -14,6 +14,7 @@ import numpy as np
 from ..transport.types import Array, DType, ReduceOp
 
 __all__ = [
+    "Announcement",
     "Key",
     "Kind",
     "News",
@@ -200,11 +201,16 @@ def gathered_rows(requests: list[Request]) -> tuple[tuple[int, ...], ...]:
     return ()
 
 
+Announcement: TypeAlias = "tuple[str | int | float | bool, ...]"
+"""What one rank wants all ranks to do from one and the same round on."""
+
+
 class News(NamedTuple):
     """What a rank sends to the coordinator: requests that no cache knows, and why it leaves."""
 
     requests: tuple[tuple[Key, Request], ...]
     leaving: str | None = None
+    announcements: tuple[Announcement, ...] = ()
 
 
 class Reply(NamedTuple):
@@ -215,6 +221,8 @@ class Reply(NamedTuple):
     """Ranks of the set that have joined, in the order in which they did."""
     left: tuple[tuple[int, str], ...] = ()
     """Ranks that leave, with their reasons: the set is closed."""
+    announcements: tuple[Announcement, ...] = ()
+    """Of all ranks, in their order."""
 
 
 def display(key: Key, kind: Kind) -> str:
@@ -233,13 +241,14 @@ def decode(kind: type[News] | type[Reply], data: Array) -> Any:
     """Return the message whose wire form is `data`."""
     fields = pickle.loads(data.tobytes())
     if kind is News:
-        requests, leaving = fields
-        return News(tuple((key, _request(r)) for key, r in requests), leaving)
-    responses, joined, left = fields
+        requests, leaving, announcements = fields
+        return News(tuple((key, _request(r)) for key, r in requests), leaving, announcements)
+    responses, joined, left, announcements = fields
     return Reply(
         tuple(Response(key, _request(r), rows, error) for key, r, rows, error in responses),
         joined,
         left,
+        announcements,
     )
 
 
