@@ -12,6 +12,7 @@ from typing import Any
 
 from ..exceptions import HvdliteInternalError, MismatchError
 from ..log import logger
+from ..transport.adasum import Adasum
 from ..transport.base import Communicator, Pending, Transport
 from .coordinator import show_ranks
 from .execution import Executor
@@ -91,6 +92,7 @@ class Channel:
         cycle_time: float,
         counters: Counters,
         on_change: Callable[[Response, Entry], None] | None = None,
+        adasum: Adasum | None = None,
     ) -> None:
         """Make a channel.
 
@@ -101,6 +103,7 @@ class Channel:
             fusion_threshold: bytes.
             cycle_time: seconds between rounds that lead to nothing.
             on_change: called for an agreed change of the process sets.
+            adasum: does what no transport does, on the transport's communicator.
         """
         self.control = control
         self.transport = transport
@@ -119,6 +122,7 @@ class Channel:
             control.size,
             FusionBuffers(IN_FLIGHT, transport.allocate),
             counters,
+            adasum,
         )
         self._round: Task | None = None
         self._next_round = 0.0

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from ..exceptions import DuplicateNameError, HvdliteInternalError, HvdliteTimeoutError
 from ..log import logger
+from ..transport.adasum import Adasum
 from ..transport.base import Communicator, Transport
 from .channel import REMOVED, Channel, Task
 from .driver import IDLE, Driver
@@ -326,6 +327,7 @@ class Engine:
             cycle_time=options.cycle_time,
             counters=self.counters,
             on_change=self._change_sets,
+            adasum=Adasum(data),
         )
         self._communicators[set_id] = control, data
         if options.stall is not None and len(ranks) > 1:

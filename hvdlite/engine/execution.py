@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..transport import kernels
+from ..transport.adasum import Adasum
 from ..transport.base import Finish, Operation, Transport
 from ..transport.types import Array, DType, ReduceOp
 from .fusion import Batch, FusionBuffers, Piece
@@ -33,8 +34,10 @@ class Executor:
         size: int,
         buffers: FusionBuffers,
         counters: Counters,
+        adasum: Adasum | None = None,
     ) -> None:
         self.transport = transport
+        self.adasum = adasum
         self.rank = rank
         self.size = size
         self.buffers = buffers
@@ -70,14 +73,7 @@ class Executor:
             self._before(buffer, dtype, request)
         with self.counters.moving:
             if len(buffer):
-                yield from self.transport.allreduce(
-                    buffer,
-                    dtype,
-                    _transport_op(request.op),
-                    self._after(dtype, request),
-                    tag,
-                    request.resident or len(pieces) > 1,
-                )
+                yield from self._reduce(batch, buffer, tag)
         with self.counters.packing:
             if scratch is not None:
                 at = 0
@@ -93,6 +89,18 @@ class Executor:
                     at += piece.elements
                 self.buffers.release(scratch)
         _complete(pieces)
+
+    def _reduce(self, batch: Batch, buffer: Array, tag: int) -> Operation[None]:
+        pieces, dtype = batch.pieces, batch.dtype
+        request = batch.response.request
+        finish = self._after(dtype, request)
+        if request.op is ReduceOp.ADASUM:
+            assert self.adasum is not None
+            lengths = [piece.elements for piece in pieces]
+            return self.adasum.allreduce(buffer, lengths, dtype, finish, tag)
+        resident = request.resident or len(pieces) > 1
+        op = _transport_op(request.op)
+        return self.transport.allreduce(buffer, dtype, op, finish, tag, resident)
 
     def _reduce_scatter(self, batch: Batch, tag: int) -> Operation[None]:
         pieces, dtype = batch.pieces, batch.dtype
@@ -116,7 +124,7 @@ class Executor:
                 width = math.prod(piece.shape[1:])
                 target = buffer[at : at + rows * width]
                 if piece.entry is None:
-                    target[...] = kernels.neutral(dtype, _transport_op(request.op))
+                    target[...] = _neutral(dtype, request.op)
                 else:
                     np.copyto(
                         target.reshape(rows, *piece.shape[1:]),
@@ -278,6 +286,11 @@ def _transport_op(op: ReduceOp) -> ReduceOp:
     return ReduceOp.SUM if op is ReduceOp.AVERAGE else op
 
 
+def _neutral(dtype: DType, op: ReduceOp) -> Any:
+    """Return what a rank that has joined contributes."""
+    return kernels.neutral(dtype, ReduceOp.SUM if op is ReduceOp.ADASUM else _transport_op(op))
+
+
 def _typed(scratch: Array, nbytes: int, dtype: DType) -> Array:
     return scratch[:nbytes].view(dtype.storage)
 
@@ -301,7 +314,7 @@ def _in_place(piece: Piece, dtype: DType, copy: bool = True) -> Array | None:
 
 def _pack(piece: Piece, target: Array, dtype: DType, op: ReduceOp) -> None:
     if piece.entry is None:
-        target[...] = kernels.neutral(dtype, _transport_op(op))
+        target[...] = _neutral(dtype, op)
     else:
         source = piece.entry.inputs[piece.index]
         np.copyto(target.reshape(piece.shape), source, casting="unsafe")
