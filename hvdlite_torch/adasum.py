@@ -133,7 +133,7 @@ class AdasumReducer:
         return parameters
 
     def _combine(self, before: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        compression = self.reduction.compression
+        compression: Any = self.reduction.compression
         parameters = [parameter.detach() for parameter, _ in before]
         starts = [start for _, start in before]
         pairs = []

@@ -23,6 +23,7 @@ from .adasum import AdasumReducer
 from .amp import teach_grad_scaler
 from .buckets import Reduction
 from .compression import Compression, Compressor
+from .compressors import GradientCompressor
 from .names import Label, clean_names
 from .reducer import Reducer
 
@@ -52,7 +53,7 @@ _counters: defaultdict[int | None, Iterator[int]] = defaultdict(itertools.count)
 def DistributedOptimizer(
     optimizer: OptimizerT,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: type[Compressor] | GradientCompressor = Compression.none,
     backward_passes_per_step: int = 1,
     op: ReduceOp = ReduceOp.AVERAGE,
     gradient_predivide_factor: float = 1.0,
@@ -79,7 +80,8 @@ def DistributedOptimizer(
         optimizer: any `torch.optim.Optimizer`; the very object is changed and returned.
         named_parameters: what `model.named_parameters()` returns. Names identify gradients
             across ranks; without them, positions do.
-        compression: what makes gradients smaller on the wire.
+        compression: what makes gradients smaller on the wire: a member of `Compression`, made
+            with the same parameters on all ranks.
         backward_passes_per_step: how many backward passes accumulate before the gradients are
             reduced. They accumulate as a sum: divide the loss by their number for the mean.
         op: Average, Sum, or Adasum, which leaves gradients alone: each rank steps by itself, and
@@ -112,6 +114,13 @@ def DistributedOptimizer(
     op = resolve_op(None, op)
     if op not in (ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.ADASUM):
         raise ValueError(f"DistributedOptimizer: op must be Average, Sum or Adasum, not {op}.")
+    if isinstance(compression, type) and issubclass(compression, GradientCompressor):
+        compression = compression()
+    if isinstance(compression, GradientCompressor):
+        if op is ReduceOp.ADASUM:
+            raise ValueError(f"{compression} goes with op=Average or Sum, not with Adasum.")
+        if gradient_predivide_factor != 1.0:
+            raise ValueError(f"gradient_predivide_factor does not go with {compression}.")
     if gradient_predivide_factor != 1.0 and op is not ReduceOp.AVERAGE:
         raise ValueError("gradient_predivide_factor goes with op=Average only.")
     if gradient_predivide_factor <= 0:

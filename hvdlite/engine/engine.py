@@ -198,6 +198,7 @@ class Engine:
             batches=counters.batches,
             tensors=counters.tensors,
             bytes=counters.bytes,
+            wire_bytes=counters.wire_bytes,
             packing_seconds=counters.packing.seconds,
             moving_seconds=counters.moving.seconds,
             waiting_seconds=counters.waiting_seconds,

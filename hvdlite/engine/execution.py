@@ -12,7 +12,7 @@ from ..transport import kernels
 from ..transport.adasum import Adasum
 from ..transport.base import Finish, Operation, Transport
 from ..transport.types import Array, DType, ReduceOp
-from .fusion import Batch, FusionBuffers, Piece
+from .fusion import Batch, FusionBuffers, Piece, sent_bytes
 from .requests import Kind, Request
 from .statistics import Counters
 
@@ -53,7 +53,7 @@ class Executor:
             Kind.ALLTOALL: self._alltoall,
         }[batch.kind]
         yield from run(batch, tag)
-        self.counters.moved(batch)
+        self.counters.moved(batch, sent_bytes(batch, self.rank, self.size))
 
     # -- reductions ---------------------------------------------------------------------
 

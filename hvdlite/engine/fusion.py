@@ -12,7 +12,7 @@ from ..transport.types import Array, DType, ReduceOp
 from .requests import Kind, Response
 from .submissions import Entry
 
-__all__ = ["Batch", "FusionBuffers", "Piece", "plan", "wire_dtype"]
+__all__ = ["Batch", "FusionBuffers", "Piece", "plan", "sent_bytes", "wire_dtype"]
 
 _FUSED = (Kind.ALLREDUCE, Kind.REDUCESCATTER, Kind.ALLGATHER, Kind.BROADCAST)
 
@@ -99,6 +99,16 @@ def _wire_bytes(piece: Piece, dtype: DType) -> int:
     if kind is Kind.BROADCAST:
         return piece.elements * piece.dtype.itemsize
     return 0
+
+
+def sent_bytes(batch: Batch, rank: int, size: int) -> int:
+    """Return how many bytes a rank has to send to others for a batch, at the least."""
+    if batch.kind is Kind.ALLTOALL:
+        (piece,) = batch.pieces
+        rows = piece.response.rows[rank]
+        return (sum(rows) - rows[rank]) * piece.row_bytes
+    times = 2 if batch.kind is Kind.ALLREDUCE else 1
+    return times * batch.nbytes * (size - 1) // size
 
 
 class FusionBuffers:
