@@ -73,7 +73,7 @@ def _run(hvd, world, compression, steps, dtype=torch.float32, gradient=_gradient
         loss.backward()
         optimizer.synchronize()
         for name, p in model.named_parameters():
-            sums[name] += p.grad.double()
+            sums[name] += p.grad.real.double()
     return {name: p.grad for name, p in model.named_parameters()}, sums
 
 
