@@ -54,8 +54,8 @@ def test_a_synthetic_benchmark():
 
 def test_arguments_modules_and_failures():
     files = {
-        "script.py": "import sys, horovod, helper; print(sys.argv, horovod.__version__, __name__)",
-        "helper.py": "",
+        "script.py": "import sys, horovod, beside; print(sys.argv, horovod.__version__, __name__)",
+        "beside.py": "",
     }
     status, out, err = _alias(None, "script.py", "a", "--force", files=files)
     assert (status, out) == (0, "['script.py', 'a', '--force'] 0.28.1 __main__\n"), err
