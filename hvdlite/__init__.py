@@ -54,6 +54,7 @@ from .exceptions import (
     NotInitializedError,
     SettingsError,
 )
+from .horovod_alias import install_horovod_alias
 from .objects import allgather_object, broadcast_object
 from .process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from .transport.types import ReduceOp
@@ -134,6 +135,7 @@ __all__ = [
     "grouped_reducescatter",
     "grouped_reducescatter_async",
     "init",
+    "install_horovod_alias",
     "is_homogeneous",
     "is_initialized",
     "join",

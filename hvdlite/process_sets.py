@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 from . import world
 
@@ -45,6 +45,16 @@ class ProcessSet:
 
     def __str__(self) -> str:
         return repr(self)
+
+    # A set is what the job knows it as: a model that is copied stays in the set it was in, and
+    # the set of all ranks is that of whatever job unpickles it.
+    def __deepcopy__(self, memo: dict[int, Any]) -> ProcessSet:
+        return self
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        if self is global_process_set:
+            return "global_process_set"
+        return super().__reduce_ex__(protocol)
 
     def require_ranks(self) -> list[int]:
         """Return the ranks of a registered set.

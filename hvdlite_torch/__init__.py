@@ -91,6 +91,7 @@ from .ops import (
 from .optimizer import DistributedOptimizer
 from .optimizer_state import broadcast_optimizer_state
 from .sparse import sparse_allreduce_async
+from .sync_batch_norm import SyncBatchNorm
 
 HorovodInternalError = HvdliteInternalError
 """Under the name that scripts written for Horovod catch."""
@@ -116,6 +117,7 @@ __all__ = [
     "SettingsError",
     "Statistics",
     "Sum",
+    "SyncBatchNorm",
     "add_process_set",
     "allgather",
     "allgather_async",

@@ -12,6 +12,8 @@ import torch
 from hvdlite import Handle
 
 from .buckets import Bucket, Reduction, Slot, distribute
+from .compression import NoneCompressor
+from .compressors import GradientCompressor
 from .names import Label
 from .plan import agree_on_kinds, agree_on_places
 from .sparse import SparsePart, exchange_sparse
@@ -63,6 +65,8 @@ class BucketSet:
             if bucket.handle is None:
                 bucket.submit()
         handle = self._exchange(self._sparse, "sparse") if self._sparse else None
+        for bucket in self._buckets:
+            bucket.advance()
         surprises = [pair for bucket in self._buckets for pair in bucket.finish()]
         if handle is not None:
             for slot, total in zip(self._sparse, handle.wait(), strict=True):
@@ -93,12 +97,15 @@ class BucketSet:
                 gradient = gradient.to_sparse(slot.sparse_dim)
             parts.append(SparsePart(gradient, slot.parameter, slot.sparse_dim))
         reduction = self._reduction
+        compression = reduction.compression
+        if isinstance(compression, GradientCompressor):
+            compression = NoneCompressor  # sparse gradients are small as they are
         return exchange_sparse(
             parts,
             f"{self.label}.{what}",
             reduction.op,
             reduction.process_set,
-            reduction.compression,
+            compression,
         )
 
     def drain(self) -> None:

@@ -7,7 +7,7 @@ are reduced along: whether any rank has a gradient, and whether it is a sparse o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from hvdlite.engine.submit import allocate_buffer, submit_allreduce
 from hvdlite.transport.types import ReduceOp
 
 from .compression import Compressor, NoneCompressor
+from .compressors import Exchange, GradientCompressor, Part
 from .tensors import array_of, dtype_of, tensor_of
 
 __all__ = ["Bucket", "Place", "Reduction", "Slot", "distribute"]
@@ -33,7 +34,7 @@ class Reduction:
     op: ReduceOp
     prescale: float
     postscale: float
-    compression: type[Compressor]
+    compression: type[Compressor] | GradientCompressor
     sparse_as_dense: bool
     process_set: ProcessSet
 
@@ -154,6 +155,7 @@ class Bucket:
         self._arrays = [array]
         self._dtypes = [dtype_of(self._flat)]
         self._compressed: tuple[torch.Tensor, object] | None = None
+        self._exchange: Any = None  # a generator, while its compressor works
         for i, slot in enumerate(slots):
             slot.bucket = self
             self._make_view(i)
@@ -219,7 +221,11 @@ class Bucket:
     def _begin(self) -> Handle:
         arrays, dtypes = self._arrays, self._dtypes
         compression = self.reduction.compression
-        if compression is not NoneCompressor:
+        if isinstance(compression, GradientCompressor):
+            arrays, dtypes = [array_of(self._flags)], [dtype_of(self._flags)]
+            self._exchange = self._compressed_exchange(compression)
+            self.advance()
+        elif compression is not NoneCompressor:
             compressed, context = compression.compress(self._gradients)
             self._compressed = (compressed, context)
             arrays = [array_of(compressed), array_of(self._flags)]
@@ -236,6 +242,29 @@ class Bucket:
             resident=compression is NoneCompressor,
         )
 
+    def _compressed_exchange(self, compressor: GradientCompressor) -> Iterator[Handle]:
+        reduction = self.reduction
+        parts = []
+        for slot, place, offset in zip(self.slots, self.places, self._offsets, strict=True):
+            flat, view = self._flat[offset : offset + place.elements], slot.view
+            if flat.is_complex():
+                flat, view = torch.view_as_real(flat).view(-1), torch.view_as_real(view)
+            parts.append(Part(slot.parameter, place.name, flat, view))
+        name = f"{self.name}.{type(compressor).__name__}"
+        exchange = Exchange(name, reduction.op, reduction.process_set)
+        states = yield from compressor.exchange(parts, exchange)
+        assert self.handle is not None
+        self.handle.wait()
+        for part, state, used in zip(parts, states, self._flags[0].tolist(), strict=True):
+            # Where no rank had a gradient, what is left of earlier ones waits on.
+            if used:
+                compressor.keep(part, state)
+
+    def advance(self) -> None:
+        """Go on with an exchange of several rounds, so that others can overlap with it."""
+        if self._exchange is not None:
+            next(self._exchange, None)
+
     def finish(self) -> list[tuple[Slot, bool]]:
         """Wait for the reduction and put the results where optimizers look for them.
 
@@ -245,6 +274,10 @@ class Bucket:
         """
         assert self.handle is not None
         self.handle.wait()
+        if self._exchange is not None:
+            for _ in self._exchange:
+                pass
+            self._exchange = None
         if self._compressed is not None:
             compressed, context = self._compressed
             self._gradients.copy_(self.reduction.compression.decompress(compressed, context))

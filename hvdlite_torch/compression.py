@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from .compressors import Int8Compressor, PowerSGDCompressor, TopKCompressor
 
 __all__ = ["BF16Compressor", "Compression", "Compressor", "FP16Compressor", "NoneCompressor"]
 
@@ -70,8 +73,16 @@ def _narrow(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, Any
 
 
 class Compression:
-    """The compressors that come with hvdlite."""
+    """The compressors that come with hvdlite.
+
+    `none`, `fp16` and `bf16` go with every reduction. The others have parameters and state, and
+    go with `DistributedOptimizer` only: `Compression.int8()`, `Compression.topk(ratio=0.01)`,
+    `Compression.powersgd(rank=4)`.
+    """
 
     none = NoneCompressor
     fp16 = FP16Compressor
     bf16 = BF16Compressor
+    int8: type[Int8Compressor]
+    topk: type[TopKCompressor]
+    powersgd: type[PowerSGDCompressor]

@@ -109,7 +109,8 @@ def allreduce(
         average: old spelling of op: True for Average, False for Sum.
         name: identifies the tensor across ranks.
         compression: what makes the tensor smaller on the wire.
-        op: Average (the default), Sum, Min, Max or Product.
+        op: Average (the default), Sum, Min, Max, Product, or Adasum (of floats; each tensor of
+            a group is combined by itself, and there is no gradient).
         prescale_factor: multiplies every tensor before the reduction.
         postscale_factor: multiplies the result.
         process_set: the ranks that take part.

@@ -19,9 +19,11 @@ from hvdlite import ProcessSet, global_process_set
 from hvdlite.collectives import resolve_op
 from hvdlite.transport.types import ReduceOp
 
+from .adasum import AdasumReducer
 from .amp import teach_grad_scaler
 from .buckets import Reduction
 from .compression import Compression, Compressor
+from .compressors import GradientCompressor
 from .names import Label, clean_names
 from .reducer import Reducer
 
@@ -51,7 +53,7 @@ _counters: defaultdict[int | None, Iterator[int]] = defaultdict(itertools.count)
 def DistributedOptimizer(
     optimizer: OptimizerT,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: type[Compressor] | GradientCompressor = Compression.none,
     backward_passes_per_step: int = 1,
     op: ReduceOp = ReduceOp.AVERAGE,
     gradient_predivide_factor: float = 1.0,
@@ -78,10 +80,13 @@ def DistributedOptimizer(
         optimizer: any `torch.optim.Optimizer`; the very object is changed and returned.
         named_parameters: what `model.named_parameters()` returns. Names identify gradients
             across ranks; without them, positions do.
-        compression: what makes gradients smaller on the wire.
+        compression: what makes gradients smaller on the wire: a member of `Compression`, made
+            with the same parameters on all ranks.
         backward_passes_per_step: how many backward passes accumulate before the gradients are
             reduced. They accumulate as a sum: divide the loss by their number for the mean.
-        op: Average or Sum.
+        op: Average, Sum, or Adasum, which leaves gradients alone: each rank steps by itself, and
+            the ranks' steps are combined. Optimizer state then differs between ranks; groups
+            and buckets have no meaning.
         gradient_predivide_factor: divides gradients before they are summed and multiplies them
             again after; the result is still their average.
         num_groups: older spelling of `groups` as a number.
@@ -107,10 +112,15 @@ def DistributedOptimizer(
     if _REDUCER in vars(optimizer):
         raise ValueError("DistributedOptimizer: this optimizer is a distributed one already.")
     op = resolve_op(None, op)
-    if op is ReduceOp.ADASUM:
-        raise NotImplementedError("Adasum is not there yet; use Average or Sum.")
-    if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
-        raise ValueError(f"DistributedOptimizer: op must be Average or Sum, not {op}.")
+    if op not in (ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.ADASUM):
+        raise ValueError(f"DistributedOptimizer: op must be Average, Sum or Adasum, not {op}.")
+    if isinstance(compression, type) and issubclass(compression, GradientCompressor):
+        compression = compression()
+    if isinstance(compression, GradientCompressor):
+        if op is ReduceOp.ADASUM:
+            raise ValueError(f"{compression} goes with op=Average or Sum, not with Adasum.")
+        if gradient_predivide_factor != 1.0:
+            raise ValueError(f"gradient_predivide_factor does not go with {compression}.")
     if gradient_predivide_factor != 1.0 and op is not ReduceOp.AVERAGE:
         raise ValueError("gradient_predivide_factor goes with op=Average only.")
     if gradient_predivide_factor <= 0:
@@ -126,7 +136,7 @@ def DistributedOptimizer(
     reduction = Reduction(op, 1.0 / factor, factor, compression, bool(sparse_as_dense), process_set)
     members = _groups(num_groups if groups is None else groups, parameters)
     label = Label(f"DistributedOptimizer.{next(_counters[process_set.process_set_id])}")
-    reducer = Reducer(
+    reducer = _reducer_class(reduction)(
         optimizer,
         label,
         names,
@@ -139,12 +149,18 @@ def DistributedOptimizer(
     return optimizer
 
 
-def _attach(optimizer: torch.optim.Optimizer, reducer: Reducer) -> None:
+def _reducer_class(reduction: Reduction) -> type[Reducer] | type[AdasumReducer]:
+    return AdasumReducer if reduction.op is ReduceOp.ADASUM else Reducer
+
+
+def _attach(optimizer: torch.optim.Optimizer, reducer: Reducer | AdasumReducer) -> None:
     handle = optimizer.register_step_pre_hook(reducer.before_step)
-    # The user's own hooks are to see reduced gradients, whenever they were registered.
+    # The user's own hooks are to see what is reduced, whenever they were registered.
     hooks: Any = optimizer._optimizer_step_pre_hooks
     hooks.move_to_end(handle.id, last=False)
-    optimizer.register_step_post_hook(reducer.after_step)
+    handle = optimizer.register_step_post_hook(reducer.after_step)
+    hooks = optimizer._optimizer_step_post_hooks
+    hooks.move_to_end(handle.id, last=False)
     values = (
         reducer,
         reducer.synchronize,
@@ -158,7 +174,7 @@ def _attach(optimizer: torch.optim.Optimizer, reducer: Reducer) -> None:
     teach_grad_scaler(_before_unscaling, _after_scaled_step)
 
 
-def _pickled(reducer: Reducer, protocol: SupportsIndex) -> tuple[Any, ...]:
+def _pickled(reducer: Reducer | AdasumReducer, protocol: SupportsIndex) -> tuple[Any, ...]:
     """Take a distributed optimizer apart into a plain one and what else it takes."""
     optimizer = reducer.optimizer
     reduction = reducer.reduction
@@ -191,7 +207,8 @@ def _restored(plain: torch.optim.Optimizer, label: str, options: dict[str, Any])
     groups.update(options.pop("groups"))
     reduction = Reduction(**options.pop("reduction") | {"process_set": global_process_set})
     copy = Label(label, is_copy=True)
-    _attach(plain, Reducer(plain, copy, names, groups, reduction, **options))
+    reducer_class = _reducer_class(reduction)
+    _attach(plain, reducer_class(plain, copy, names, groups, reduction, **options))
     return plain
 
 

@@ -46,7 +46,8 @@ def allreduce(
         array: any shape, the same on all ranks.
         average: old spelling of op: True for Average, False for Sum.
         name: identifies the array across ranks.
-        op: Average (the default), Sum, Min, Max or Product.
+        op: Average (the default), Sum, Min, Max, Product, or Adasum (of floats: see
+            `hvdlite.transport.adasum`; each array of a group is combined by itself).
         prescale_factor: multiplies every array before the reduction.
         postscale_factor: multiplies the result.
         process_set: the ranks that take part.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..exceptions import HvdliteInternalError, MismatchError
 from ..log import logger
+from ..transport.adasum import Adasum
 from ..transport.base import Communicator, Pending, Transport
 from .coordinator import show_ranks
 from .execution import Executor
@@ -99,6 +100,7 @@ class Channel:
         on_change: Callable[[Response, Entry], None] | None = None,
         on_announcement: Callable[[Announcement], None] | None = None,
         set_id: int = 0,
+        adasum: Adasum | None = None,
     ) -> None:
         """Make a channel.
 
@@ -111,6 +113,7 @@ class Channel:
             on_change: called for an agreed change of the process sets.
             on_announcement: called for what a rank has announced to all.
             set_id: the set's number.
+            adasum: does what no transport does, on the transport's communicator.
         """
         self.control = control
         self.transport = transport
@@ -130,6 +133,7 @@ class Channel:
             control.size,
             FusionBuffers(IN_FLIGHT, transport.allocate),
             counters,
+            adasum,
         )
         self._round: Task | None = None
         self._round_began = 0.0

@@ -19,6 +19,7 @@ from ..exceptions import DuplicateNameError, HvdliteInternalError, HvdliteTimeou
 from ..log import logger
 from ..timeline import Recorder, Timeline
 from ..timeline.session import START, STOP
+from ..transport.adasum import Adasum
 from ..transport.base import Communicator, Operation, Transport
 from ..transport.types import Array
 from .channel import CLOSED, REMOVED, Channel, Task
@@ -236,6 +237,7 @@ class Engine:
             batches=counters.batches,
             tensors=counters.tensors,
             bytes=counters.bytes,
+            wire_bytes=counters.wire_bytes,
             packing_seconds=counters.packing.seconds,
             moving_seconds=counters.moving.seconds,
             waiting_seconds=counters.waiting_seconds,
@@ -374,6 +376,7 @@ class Engine:
             on_change=self._change_sets,
             on_announcement=self._act_on if set_id == GLOBAL_SET else None,
             set_id=set_id,
+            adasum=Adasum(data),
         )
         channel.recorder = self._timeline.recorder
         self._communicators[set_id] = control, data

@@ -11,9 +11,10 @@ import numpy as np
 
 from ..timeline.recorder import Recorder, Span
 from ..transport import kernels
+from ..transport.adasum import Adasum
 from ..transport.base import Finish, Operation, Transport
 from ..transport.types import Array, DType, ReduceOp
-from .fusion import Batch, FusionBuffers
+from .fusion import Batch, FusionBuffers, sent_bytes
 from .requests import Kind, Piece, Request
 from .statistics import Counters, Stopwatch
 from .submissions import Entry
@@ -36,8 +37,10 @@ class Executor:
         size: int,
         buffers: FusionBuffers,
         counters: Counters,
+        adasum: Adasum | None = None,
     ) -> None:
         self.transport = transport
+        self.adasum = adasum
         self.rank = rank
         self.size = size
         self.buffers = buffers
@@ -54,7 +57,7 @@ class Executor:
             Kind.ALLTOALL: self._alltoall,
         }[batch.kind]
         yield from run(batch, tag)
-        self.counters.moved(batch)
+        self.counters.moved(batch, sent_bytes(batch, self.rank, self.size))
 
     def _packing(self, batch: Batch) -> AbstractContextManager[Any]:
         return self._watched(self.counters.packing, "pack", batch)
@@ -92,19 +95,23 @@ class Executor:
             self._before(buffer, dtype, request)
         with self._moving(batch):
             if len(buffer):
-                yield from self.transport.allreduce(
-                    buffer,
-                    dtype,
-                    _transport_op(request.op),
-                    self._after(dtype, request),
-                    tag,
-                    request.resident or len(pieces) > 1,
-                )
+                yield from self._reduce(batch, buffer, tag)
         if scratch is not None:
             with self._unpacking(batch):
                 _unpack(batch, buffer)
                 self.buffers.release(scratch)
         _complete(batch)
+
+    def _reduce(self, batch: Batch, buffer: Array, tag: int) -> Operation[None]:
+        pieces, dtype, request = batch.pieces, batch.dtype, batch.request
+        finish = self._after(dtype, request)
+        if request.op is ReduceOp.ADASUM:
+            assert self.adasum is not None
+            lengths = [piece.elements for piece in pieces]
+            return self.adasum.allreduce(buffer, lengths, dtype, finish, tag)
+        resident = request.resident or len(pieces) > 1
+        op = _transport_op(request.op)
+        return self.transport.allreduce(buffer, dtype, op, finish, tag, resident)
 
     def _reduce_scatter(self, batch: Batch, tag: int) -> Operation[None]:
         pieces, dtype = batch.pieces, batch.dtype
@@ -129,7 +136,7 @@ class Executor:
                 width = math.prod(piece.shape[1:])
                 target = buffer[at : at + rows * width]
                 if entry is None:
-                    target[...] = kernels.neutral(dtype, _transport_op(request.op))
+                    target[...] = _neutral(dtype, request.op)
                 else:
                     np.copyto(
                         target.reshape(rows, *piece.shape[1:]),
@@ -285,6 +292,11 @@ def _transport_op(op: ReduceOp) -> ReduceOp:
     return ReduceOp.SUM if op is ReduceOp.AVERAGE else op
 
 
+def _neutral(dtype: DType, op: ReduceOp) -> Any:
+    """Return what a rank that has joined contributes."""
+    return kernels.neutral(dtype, ReduceOp.SUM if op is ReduceOp.ADASUM else _transport_op(op))
+
+
 def _typed(scratch: Array, nbytes: int, dtype: DType) -> Array:
     return scratch[:nbytes].view(dtype.storage)
 
@@ -329,7 +341,7 @@ def _pack(batch: Batch, buffer: Array) -> None:
     for piece, entry in zip(pieces, entries, strict=True):
         target = buffer[at : at + piece.elements]
         if entry is None:
-            target[...] = kernels.neutral(batch.dtype, _transport_op(batch.request.op))
+            target[...] = _neutral(batch.dtype, batch.request.op)
         else:
             source = entry.inputs[piece.index]
             np.copyto(target.reshape(piece.shape), source, casting="unsafe")

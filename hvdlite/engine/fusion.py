@@ -11,7 +11,7 @@ from ..transport.types import Array, DType
 from .requests import Kind, Piece, Request, Response
 from .submissions import Entry
 
-__all__ = ["Batch", "FusionBuffers", "plan"]
+__all__ = ["Batch", "FusionBuffers", "plan", "sent_bytes"]
 
 
 @dataclass(slots=True, eq=False)
@@ -54,6 +54,16 @@ def plan(agreed: Iterable[tuple[Response, Entry | None]], threshold: int) -> lis
             batch.entries.append(entry)
             batch.nbytes += nbytes
     return batches
+
+
+def sent_bytes(batch: Batch, rank: int, size: int) -> int:
+    """Return how many bytes a rank has to send to others for a batch, at the least."""
+    if batch.kind is Kind.ALLTOALL:
+        (piece,) = batch.pieces
+        rows = piece.splits[rank]
+        return (sum(rows) - rows[rank]) * piece.row_bytes
+    times = 2 if batch.kind is Kind.ALLREDUCE else 1
+    return times * batch.nbytes * (size - 1) // size
 
 
 class FusionBuffers:

@@ -36,6 +36,10 @@ class Statistics:
     """Tensors that they carried."""
     bytes: int
     """Payload bytes that they carried, counted once on each rank; without those of alltoall."""
+    wire_bytes: int
+    """Bytes that an ideal algorithm would have had each rank send to others for all that: of
+    `bytes`, 2(n-1)/n for an all-reduce of n ranks and (n-1)/n for other collectives; for an
+    alltoall what this rank did send."""
     packing_seconds: float
     """Copying in and out of fusion buffers."""
     moving_seconds: float
@@ -85,11 +89,13 @@ class Counters:
     batches: int = 0
     tensors: int = 0
     bytes: int = 0
+    wire_bytes: int = 0
     packing: Stopwatch = field(default_factory=Stopwatch)
     moving: Stopwatch = field(default_factory=Stopwatch)
     waiting_seconds: float = 0.0
 
-    def moved(self, batch: Batch) -> None:
+    def moved(self, batch: Batch, wire_bytes: int) -> None:
+        self.wire_bytes += wire_bytes
         self.batches += 1
         self.tensors += len(batch.pieces)
         self.bytes += batch.nbytes

@@ -9,6 +9,7 @@ import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
+from ..transport.adasum import adasum_refusal
 from ..transport.types import Array, DType, ReduceOp
 from ..world import current, engine
 from .engine import GLOBAL_SET
@@ -216,8 +217,10 @@ def submit_reducescatter(
 
     Raises:
         TypeError: the element type does not go with `op`.
-        ValueError: a tensor has no dimension.
+        ValueError: a tensor has no dimension, or `op` is Adasum.
     """
+    if op is ReduceOp.ADASUM:
+        raise ValueError("reducescatter: Adasum combines whole tensors; use allreduce.")
     _refuse_scalars(Kind.REDUCESCATTER, inputs)
     dtypes = _dtypes(inputs, dtypes)
     _check_reduction(dtypes, op)
@@ -329,5 +332,7 @@ def _check_reduction(dtypes: Sequence[DType], op: ReduceOp) -> None:
             raise TypeError("The average of bool is not defined: use Sum, Min, Max or Product.")
         if dtype.is_complex and op in (ReduceOp.MIN, ReduceOp.MAX):
             raise TypeError(f"Complex numbers have no order, so {op} of {dtype} is not defined.")
-    if op is ReduceOp.ADASUM:
-        raise NotImplementedError("Adasum is not there yet; use Average or Sum.")
+        if op is ReduceOp.ADASUM:
+            refusal = adasum_refusal(dtype)
+            if refusal is not None:
+                raise TypeError(refusal)

@@ -17,7 +17,15 @@ import numpy.typing as npt
 
 from .types import Array, DType, ReduceOp
 
-__all__ = ["Combine", "combiner", "divide", "neutral", "scale"]
+__all__ = [
+    "Combine",
+    "combiner",
+    "divide",
+    "narrow_into",
+    "neutral",
+    "scale",
+    "widened",
+]
 
 Combine = Callable[[Array, Array], None]
 """Combines the second array into the first one."""
@@ -150,6 +158,21 @@ def neutral(dtype: DType, op: ReduceOp) -> Any:
         limits = np.iinfo(storage)
         return storage.type(limits.max if op is ReduceOp.MIN else limits.min)
     return storage.type(np.inf if op is ReduceOp.MIN else -np.inf)
+
+
+def widened(array: Array, dtype: DType) -> Array:
+    """Return floats to compute with: 16-bit ones as a float32 copy, others as they are."""
+    return _widen(array, dtype) if dtype in (DType.FLOAT16, DType.BFLOAT16) else array
+
+
+def narrow_into(target: Array, values: Array, dtype: DType) -> None:
+    """Store what `widened` has made, rounded to nearest even."""
+    if dtype in (DType.FLOAT16, DType.BFLOAT16):
+        wide: Any = values
+        with np.errstate(all="ignore"):
+            _narrow(wide, target, dtype)
+    else:
+        target[...] = values
 
 
 def _check(dtype: DType, op: ReduceOp) -> None:

@@ -34,6 +34,23 @@ def test_counts_tensors_and_bytes(hvd, world):
     assert hvd.statistics().in_flight == 0
 
 
+def test_counts_what_each_rank_has_to_send(hvd, world):
+    n = world.size
+    data = np.zeros(1200, np.float32)
+
+    def wire(work):
+        return _delta(hvd, work)["wire_bytes"]
+
+    assert wire(lambda: hvd.allreduce(data)) == 2 * (n - 1) * 4800 // n
+    assert wire(lambda: hvd.reducescatter(data)) == (n - 1) * 4800 // n
+    assert wire(lambda: hvd.allgather(data)) == (n - 1) * 4800
+    assert wire(lambda: hvd.broadcast(data, 0)) == (n - 1) * 4800 // n
+    # To rank r go r rows, and what stays here is not sent.
+    rows = np.zeros((sum(range(n)), 3), np.float32)
+    sent = sum(r for r in range(n) if r != world.rank)
+    assert wire(lambda: hvd.alltoall(rows, list(range(n)))) == sent * 12
+
+
 @pytest.mark.np(2, 3, 4)
 def test_repeated_names_are_answered_from_the_cache(hvd, world):
     def step():
