@@ -124,8 +124,10 @@ def number(value: float) -> str:
         return str(value)
     if value == 0:
         return "0"
+    # To three digits first: that may be what makes a number longer (9.999).
+    value = float(f"{value:.2e}")
     digits = 2 - math.floor(math.log10(abs(value)))
-    return f"{round(value, digits):.{max(0, digits)}f}"
+    return f"{value:.{max(0, digits)}f}"
 
 
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))
