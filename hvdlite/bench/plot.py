@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .arithmetic import bus_bandwidth, pooled
-from .records import Record, Results
+from .records import Record, Results, shown
 
 __all__ = ["curves", "plot"]
 
@@ -87,7 +87,7 @@ def _draw(
 ) -> None:
     for peer, curve in panel.items():
         sizes, low, middle, high = zip(*curve, strict=True)
-        axes.plot(sizes, middle, marker="o", markersize=3, label=peer, color=colours[peer])
+        axes.plot(sizes, middle, marker="o", markersize=3, label=shown(peer), color=colours[peer])
         axes.fill_between(sizes, low, high, alpha=0.15, color=colours[peer], linewidth=0)
     if roof:
         axes.plot(list(roof), list(roof.values()), "k--", linewidth=1, label="memory's limit")

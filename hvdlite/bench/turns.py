@@ -171,7 +171,7 @@ class Session:
     def save(self, folder: Path) -> None:
         """Write all samples and tables."""
         folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(self.results.as_json(), indent=1)
+        text = json.dumps(self.results.as_json())
         folder.joinpath("results.json").write_text(text + "\n")
         parts = [_lines(self.results.about), *(t.markdown() for t in self.results.tables)]
         parts += ["\n".join(f"- {skipped}" for skipped in self.results.skipped)]
@@ -198,4 +198,5 @@ def library_of(python: str) -> str:
     done = subprocess.run(
         [python, "-c", code], capture_output=True, text=True, timeout=120, check=False
     )
-    return done.stdout.strip("\0\n ").split(",")[0] if done.returncode == 0 else "none"
+    name = " ".join(done.stdout.strip("\0\n ").split(",")[0].split())
+    return name if done.returncode == 0 else "none"
