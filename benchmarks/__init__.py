@@ -1,1 +1,0 @@
-"""Measurements against peers: ratios of medians, each peer in jobs of its own, in turn."""
