@@ -1,0 +1,443 @@
+"""Runs a job to its end: output, signals, records of all ranks, and nothing left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import machine
+from .command import Plan
+from .output import Output
+from .rank import (
+    ADDRESS,
+    ERROR,
+    EXIT,
+    HELLO,
+    OUTPUT,
+    SIGNAL,
+    TASK,
+    THREADS,
+    TOKEN,
+    FrameReader,
+    frame,
+)
+from .verdict import RankRecord, Verdict, judge
+
+__all__ = ["Limits", "Supervisor"]
+
+_WRAPPER = Path(__file__).with_name("rank.py")
+_TICK = 0.1
+_LINGER_SECONDS = 3.0
+"""How long records are awaited once mpirun has ended."""
+_KILL_SECONDS = 3.0
+"""From killing the ranks to killing mpirun."""
+_KEPT_BYTES = 65536
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long, in seconds, the launcher waits for what."""
+
+    start: float = 120.0
+    """Until all ranks have started."""
+    grace: float = 30.0
+    """From a signal that is passed on to SIGKILL."""
+    failure: float = 10.0
+    """From the failure of one rank to the end of the others by force."""
+
+
+class _Peer:
+    """A connection: of a rank, or of the function that a rank runs."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.frames = FrameReader()
+        self.rank: int | None = None
+        self.is_task = False
+
+    def send(self, kind: bytes, payload: bytes) -> None:
+        with contextlib.suppress(OSError):
+            self.connection.sendall(frame(kind, payload))
+
+
+class Supervisor:
+    """One job. Call `run` once."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        output: Output,
+        limits: Limits | None = None,
+        *,
+        payload: bytes = b"",
+        port: int = 0,
+        catch_signals: bool = True,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            plan: what to start.
+            output: where the ranks' output goes.
+            limits: how long to wait for what.
+            payload: what a task is sent when it asks.
+            port: where to listen for ranks of other hosts, 0 for any free port.
+            catch_signals: whether to pass on signals (main thread only).
+        """
+        self._plan = plan
+        self._output = output
+        self._limits = limits or Limits()
+        self._payload = payload
+        self._port = port
+        self._catch = catch_signals
+        self._token = secrets.token_hex(16)
+        self._events = selectors.DefaultSelector()
+        self._records: dict[int, RankRecord] = {}
+        self._peers: dict[int, _Peer] = {}
+        self._stopping: float | None = None
+        self._force_at: float | None = None
+        self._forced: float | None = None
+        self._reason = ""
+        self._own_text = b""
+        self._asked = 0
+        self.results: dict[int, bytes] = {}
+        """What tasks have answered, by rank."""
+
+    def run(self) -> Verdict:
+        """Start the job, see it to its end, and say how it ended.
+
+        Raises:
+            LaunchProblem: the launcher's program cannot be run.
+        """
+        began = time.monotonic()
+        self._began = began
+        # Short, because the paths of sockets may have 107 characters.
+        folder = tempfile.mkdtemp(prefix="hvdlite-", dir="/tmp")
+        with contextlib.ExitStack() as stack:
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            addresses = [self._listen_here(folder)]
+            if self._plan.remote or "SLURM_JOB_ID" in os.environ:
+                addresses += self._listen_everywhere()
+            stack.callback(self._close)
+            process = self._start(";".join(addresses))
+            stack.callback(self._reap, process)
+            stack.enter_context(self._signals(process))
+            self._loop(process)
+        self._output.close()
+        for rank, when in self._output.trouble.items():
+            if rank in self._records:
+                self._records[rank].trouble = when
+        return judge(
+            self._records,
+            self._plan.np,
+            process.returncode,
+            launcher=os.path.basename(self._plan.launcher.path),
+            launcher_text=self._own_text.decode(errors="replace"),
+            stopping=self._stopping,
+            reason=self._reason,
+            seconds=self._failed_at() - began,
+        )
+
+    def _failed_at(self) -> float:
+        ends = [r.ended for r in self._records.values() if r.ended is not None and not r.good]
+        return min(ends, default=time.monotonic())
+
+    # -- starting -----------------------------------------------------------------------
+
+    def _listen_here(self, folder: str) -> str:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        path = os.path.join(folder, "launcher")
+        listener.bind(path)
+        self._listen(listener)
+        return f"unix:{path}"
+
+    def _listen_everywhere(self) -> list[str]:
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("", self._port))
+        self._listen(listener)
+        port = listener.getsockname()[1]
+        ours = [one for one in machine.interfaces() if not one.is_loopback]
+        best = machine.common_network(self._plan.remote, ours)
+        # The most likely first: each that does not answer costs a rank seconds.
+        ours.sort(key=lambda one: (one != best, one.is_virtual))
+        return [f"{one.address}:{port}" for one in ours]
+
+    def _listen(self, listener: socket.socket) -> None:
+        listener.listen(4096)
+        listener.setblocking(False)
+        self._events.register(listener, selectors.EVENT_READ, self._accept)
+
+    def _start(self, addresses: str) -> subprocess.Popen[bytes]:
+        from .problems import LaunchProblem
+
+        environment = self._plan.environment()
+        environment |= {ADDRESS: addresses, TOKEN: self._token}
+        extra = [name for name in (ADDRESS, TOKEN, THREADS) if name in environment]
+        # Neither site-packages nor the user's variables: they cost time and may break it.
+        wrapper = [sys.executable, "-I", "-S", str(_WRAPPER)]
+        arguments = self._plan.arguments(wrapper, extra)
+        try:
+            process = subprocess.Popen(
+                arguments,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=environment,
+                # The terminal's signals come to this process alone, which passes them on.
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise LaunchProblem(f"{arguments[0]} cannot be run: {error.strerror}.") from error
+        assert process.stdout is not None and process.stderr is not None
+        for pipe, stream in ((process.stdout, OUTPUT), (process.stderr, ERROR)):
+            os.set_blocking(pipe.fileno(), False)
+            self._events.register(pipe, selectors.EVENT_READ, stream)
+        with contextlib.suppress(OSError, AttributeError):
+            self._events.register(os.pidfd_open(process.pid), selectors.EVENT_READ, None)
+        return process
+
+    @contextlib.contextmanager
+    def _signals(self, process: subprocess.Popen[bytes]) -> Iterator[None]:
+        if not self._catch:
+            yield
+            return
+        numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
+        woken, waker = os.pipe()
+        for end in (woken, waker):
+            os.set_blocking(end, False)
+        before = {number: signal.signal(number, lambda *_: None) for number in numbers}
+        previous = signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
+        self._events.register(woken, selectors.EVENT_READ, "signals")
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(previous)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            with contextlib.suppress(KeyError, ValueError):
+                self._events.unregister(woken)
+            os.close(woken)
+            os.close(waker)
+
+    # -- the loop -----------------------------------------------------------------------
+
+    def _loop(self, process: subprocess.Popen[bytes]) -> None:
+        ended: float | None = None
+        while True:
+            try:
+                for key, _ in self._events.select(_TICK):
+                    self._handle(key)
+            except KeyboardInterrupt:  # where signals are not caught: in a notebook
+                self._pass_on(signal.SIGINT)
+            self._output.idle()
+            self._watch(process)
+            if process.poll() is None:
+                continue
+            ended = ended or time.monotonic()
+            if not self._peers or time.monotonic() - ended > _LINGER_SECONDS:
+                break
+        for key in list(self._events.get_map().values()):
+            if key.data in (OUTPUT, ERROR):
+                self._handle(key)
+
+    def _handle(self, key: selectors.SelectorKey) -> None:
+        if key.data in (OUTPUT, ERROR):
+            self._read_own(key)
+        elif key.data == "signals":
+            for number in os.read(key.fd, 64):
+                self._pass_on(number)
+        elif isinstance(key.data, _Peer):
+            self._read_peer(key.data)
+        elif key.data is None:
+            self._events.unregister(key.fileobj)
+            os.close(key.fd)
+        else:
+            key.data(key.fileobj)
+
+    def _read_own(self, key: selectors.SelectorKey) -> None:
+        """Show what mpirun itself says; the ranks' output takes another way."""
+        while True:
+            try:
+                data = os.read(key.fd, 65536)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if not data:
+                with contextlib.suppress(KeyError):
+                    self._events.unregister(key.fileobj)
+                return
+            self._own_text = (self._own_text + data)[-_KEPT_BYTES:]
+            sys.stderr.write(data.decode(errors="replace"))
+            sys.stderr.flush()
+
+    def _accept(self, listener: socket.socket) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                connection, _ = listener.accept()
+                connection.setblocking(True)
+                connection.settimeout(30)
+                if connection.family == socket.AF_INET:
+                    _notice_lost_hosts(connection)
+                peer = _Peer(connection)
+                self._events.register(connection, selectors.EVENT_READ, peer)
+
+    def _read_peer(self, peer: _Peer) -> None:
+        try:
+            data = peer.connection.recv(262144)
+        except OSError:
+            data = b""
+        if not data:
+            self._forget(peer)
+            return
+        for kind, payload in peer.frames.feed(data):
+            if peer.rank is None:
+                if kind != HELLO or not self._welcome(peer, payload):
+                    self._forget(peer)
+                    return
+            else:
+                self._take(peer, peer.rank, kind, payload)
+
+    def _welcome(self, peer: _Peer, payload: bytes) -> bool:
+        try:
+            hello = json.loads(payload)
+            known = secrets.compare_digest(str(hello["token"]), self._token)
+            rank = int(hello["rank"])
+        except (ValueError, KeyError, TypeError):
+            return False
+        if not known or not 0 <= rank < self._plan.np:
+            return False
+        peer.rank = rank
+        if hello.get("task"):
+            peer.is_task = True
+            peer.send(TASK, self._payload)
+            return True
+        if int(hello["size"]) != self._plan.np:
+            self._end(
+                f"Rank {rank} believes in {hello['size']} ranks where {self._plan.np} were asked "
+                "for: the starter and the MPI library do not belong together."
+            )
+        self._peers[rank] = peer
+        record = self._records.setdefault(rank, RankRecord())
+        record.host, record.started = str(hello["host"]), True
+        return True
+
+    def _take(self, peer: _Peer, rank: int, kind: bytes, payload: bytes) -> None:
+        if peer.is_task:
+            self.results[rank] = payload
+        elif kind in (OUTPUT, ERROR):
+            self._output.feed(rank, kind, payload, self._plan.np)
+        elif kind == EXIT:
+            record = self._records[rank]
+            told = json.loads(payload)
+            record.status, record.told = int(told["status"]), bool(told["told"])
+            record.ended = time.monotonic()
+
+    def _forget(self, peer: _Peer) -> None:
+        self._events.unregister(peer.connection)
+        peer.connection.close()
+        if peer.rank is not None and not peer.is_task:
+            del self._peers[peer.rank]
+            record = self._records[peer.rank]
+            if record.ended is None:
+                record.ended = time.monotonic()
+
+    # -- ending -------------------------------------------------------------------------
+
+    def _watch(self, process: subprocess.Popen[bytes]) -> None:
+        """End what should have ended by now."""
+        now = time.monotonic()
+        if process.poll() is None and self._stopping is None:
+            missing = self._plan.np - len(self._records)
+            if missing and now - self._began > self._limits.start:
+                names = [str(r) for r in range(self._plan.np) if r not in self._records]
+                self._end(
+                    f"Ranks {', '.join(names[:16])} had not started {self._limits.start:g} s "
+                    "after the launch (--start-timeout)."
+                )
+            bad = [r.ended for r in self._records.values() if r.ended and not r.good]
+            if bad and self._force_at is None:
+                # mpirun ends the others, as a rule at once.
+                self._force_at = min(bad) + self._limits.failure
+        if self._force_at is not None and now > self._force_at and self._forced is None:
+            self._kill()
+        if self._forced is not None and now > self._forced + _KILL_SECONDS:
+            self._signal_launcher(process, signal.SIGKILL)
+
+    def _pass_on(self, number: int) -> None:
+        """Send a signal to all ranks; the second one that asks for the end is final."""
+        for peer in list(self._peers.values()):
+            peer.send(SIGNAL, str(number).encode())
+        if number in (signal.SIGUSR1, signal.SIGUSR2):
+            return
+        self._asked += 1
+        if self._asked == 1:
+            self._stopping = time.monotonic()
+            name = signal.Signals(number).name
+            self._reason = f"The job was asked to end by {name}."
+            self._force_at = self._stopping + self._limits.grace
+            if len(self._peers) == 0:
+                self._force_at = self._stopping
+            print(
+                f"hvdlite run: {name} passed on to all ranks; they have {self._limits.grace:g} s. "
+                "Once more kills them.",
+                file=sys.stderr,
+                flush=True,
+            )
+        else:
+            self._kill()
+
+    def _end(self, reason: str) -> None:
+        if self._stopping is None:
+            self._stopping, self._reason = time.monotonic(), reason
+            self._kill()
+
+    def _kill(self) -> None:
+        self._stopping = self._stopping or time.monotonic()
+        self._forced = time.monotonic()
+        for peer in list(self._peers.values()):
+            peer.send(SIGNAL, str(int(signal.SIGKILL)).encode())
+        if not self._peers:
+            self._forced -= _KILL_SECONDS
+
+    def _signal_launcher(self, process: subprocess.Popen[bytes], number: int) -> None:
+        # Its whole session: mpirun may have helpers (ssh) of its own.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, number)
+
+    def _reap(self, process: subprocess.Popen[bytes]) -> None:
+        if process.poll() is None:
+            self._signal_launcher(process, signal.SIGTERM)
+            try:
+                process.wait(_KILL_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._signal_launcher(process, signal.SIGKILL)
+                process.wait()
+
+    def _close(self) -> None:
+        for key in list(self._events.get_map().values()):
+            self._events.unregister(key.fileobj)
+            if isinstance(key.data, _Peer):
+                key.data.connection.close()
+            elif isinstance(key.fileobj, socket.socket):
+                key.fileobj.close()
+        self._events.close()
+
+
+def _notice_lost_hosts(connection: socket.socket) -> None:
+    """Let a host that has silently gone end its connections, within half a minute."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
+        connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
