@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import sys
 
-from .function import run
-
-__all__ = ["main", "main_run", "run"]
+__all__ = ["main", "main_run"]
 
 
 def main() -> None:

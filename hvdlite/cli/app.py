@@ -101,9 +101,7 @@ def cli() -> None:
 @click.option("-H", "--hosts", help="Hosts and their slots: host1:2,host2:4.")
 @click.option("-hostfile", "--hostfile", help="File of lines `host slots=2`.")
 @click.option("--host-discovery-script", help="Program that prints lines `host:2`.")
-@click.option(
-    "--slots-per-host", type=click.IntRange(min=1), help="Slots of hosts that name none."
-)
+@click.option("--slots-per-host", type=click.IntRange(min=1), help="Slots of hosts that name none.")
 @click.option(
     "-x",
     "environment",

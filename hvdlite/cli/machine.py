@@ -110,7 +110,5 @@ def cores() -> int:
 def fabrics(root: Path = Path("/sys/class")) -> list[str]:
     """Return the devices of fast networks (InfiniBand, Omni-Path, EFA) of this host."""
     return sorted(
-        entry.name
-        for kind in ("infiniband", "hfi1", "cxi")
-        for entry in (root / kind).glob("*")
+        entry.name for kind in ("infiniband", "hfi1", "cxi") for entry in (root / kind).glob("*")
     )

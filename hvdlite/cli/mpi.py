@@ -232,4 +232,3 @@ def _fits(launcher: Launcher, library: Library) -> bool:
         return True
     # MVAPICH and its relatives are started by MPICH's Hydra.
     return launcher.vendor == "MPICH" and library.vendor == "MVAPICH"
-

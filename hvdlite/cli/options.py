@@ -91,12 +91,8 @@ SETTINGS = (
         "number",
         "Give the job up when a tensor waits so long; 0: never.",
     ),
-    Setting(
-        ("--thread-affinity",), "THREAD_AFFINITY", "text", "Cores of background threads: 0,1."
-    ),
-    Setting(
-        ("--log-level",), "LOG_LEVEL", "text", "trace, debug, info, warning, error or fatal."
-    ),
+    Setting(("--thread-affinity",), "THREAD_AFFINITY", "text", "Cores of background threads: 0,1."),
+    Setting(("--log-level",), "LOG_LEVEL", "text", "trace, debug, info, warning, error or fatal."),
     Setting(
         ("--log-with-timestamp/--log-without-timestamp",),
         "LOG_HIDE_TIME",

@@ -83,6 +83,14 @@ class Output:
         for stream in self._streams.values():
             stream.flush()
 
+    def note(self, text: str) -> None:
+        """Show what is no rank's output, on standard error."""
+        if self._open is not None:
+            self._streams[self._open[1] == ERROR].write("\n")
+            self._open = None
+        self._streams[True].write(text if text.endswith("\n") else f"{text}\n")
+        self._streams[True].flush()
+
     def idle(self) -> None:
         """Show prompts: beginnings of lines that have not gone on for a while."""
         for key in list(self._partial):

@@ -44,7 +44,9 @@ _LINGER_SECONDS = 3.0
 """How long records are awaited once mpirun has ended."""
 _KILL_SECONDS = 3.0
 """From killing the ranks to killing mpirun."""
-_KEPT_BYTES = 65536
+_KEPT_CHARACTERS = 65536
+_HOLD_SECONDS = 0.5
+"""How long mpirun's own words wait for a rank's, which may explain them better."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,8 @@ class Limits:
     """From a signal that is passed on to SIGKILL."""
     failure: float = 10.0
     """From the failure of one rank to the end of the others by force."""
+    total: float | None = None
+    """For the whole job, if it is limited."""
 
 
 class _Peer:
@@ -110,8 +114,14 @@ class Supervisor:
         self._force_at: float | None = None
         self._forced: float | None = None
         self._reason = ""
-        self._own_text = b""
+        self._own_text = ""
+        self._held = b""
+        """What mpirun itself has said lately."""
+        self._held_since: float | None = None
         self._asked = 0
+        self._signal_asked = 0
+        self.interrupted = False
+        """Whether Ctrl-C has been passed on where signals are not caught."""
         self.results: dict[int, bytes] = {}
         """What tasks have answered, by rank."""
 
@@ -135,20 +145,24 @@ class Supervisor:
             stack.callback(self._reap, process)
             stack.enter_context(self._signals(process))
             self._loop(process)
-        self._output.close()
         for rank, when in self._output.trouble.items():
             if rank in self._records:
                 self._records[rank].trouble = when
-        return judge(
+        verdict = judge(
             self._records,
             self._plan.np,
             process.returncode,
             launcher=os.path.basename(self._plan.launcher.path),
-            launcher_text=self._own_text.decode(errors="replace"),
+            launcher_text=self._own_text + self._held.decode(errors="replace"),
             stopping=self._stopping,
             reason=self._reason,
+            asked=self._signal_asked,
             seconds=self._failed_at() - began,
         )
+        if self._held and not verdict.explained:
+            self._show_own()
+        self._output.close()
+        return verdict
 
     def _failed_at(self) -> float:
         ends = [r.ended for r in self._records.values() if r.ended is not None and not r.good]
@@ -240,8 +254,12 @@ class Supervisor:
                 for key, _ in self._events.select(_TICK):
                     self._handle(key)
             except KeyboardInterrupt:  # where signals are not caught: in a notebook
+                self.interrupted = True
                 self._pass_on(signal.SIGINT)
             self._output.idle()
+            since = self._held_since
+            if since and time.monotonic() - since > _HOLD_SECONDS and not self._is_failing():
+                self._show_own()
             self._watch(process)
             if process.poll() is None:
                 continue
@@ -279,9 +297,21 @@ class Supervisor:
                 with contextlib.suppress(KeyError):
                     self._events.unregister(key.fileobj)
                 return
-            self._own_text = (self._own_text + data)[-_KEPT_BYTES:]
-            sys.stderr.write(data.decode(errors="replace"))
-            sys.stderr.flush()
+            # Open MPI's banners hold NULs, which make a terminal's or grep's life hard.
+            self._held += data.replace(b"\0", b"")
+            self._held_since = self._held_since or time.monotonic()
+
+    def _show_own(self) -> None:
+        """Show what mpirun said, unless a rank's own word makes it needless."""
+        text = self._held.decode(errors="replace")
+        self._own_text = (self._own_text + text)[-_KEPT_CHARACTERS:]
+        self._output.note(text)
+        self._held, self._held_since = b"", None
+
+    def _is_failing(self) -> bool:
+        return bool(self._output.trouble) or any(
+            record.ended is not None and not record.good for record in self._records.values()
+        )
 
     def _accept(self, listener: socket.socket) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -367,6 +397,9 @@ class Supervisor:
                     f"Ranks {', '.join(names[:16])} had not started {self._limits.start:g} s "
                     "after the launch (--start-timeout)."
                 )
+            total = self._limits.total
+            if total is not None and now - self._began > total:
+                self._end(f"The job had not ended {total:g} s after the launch.")
             bad = [r.ended for r in self._records.values() if r.ended and not r.good]
             if bad and self._force_at is None:
                 # mpirun ends the others, as a rule at once.
@@ -385,6 +418,7 @@ class Supervisor:
         self._asked += 1
         if self._asked == 1:
             self._stopping = time.monotonic()
+            self._signal_asked = number
             name = signal.Signals(number).name
             self._reason = f"The job was asked to end by {name}."
             self._force_at = self._stopping + self._limits.grace
@@ -407,6 +441,8 @@ class Supervisor:
     def _kill(self) -> None:
         self._stopping = self._stopping or time.monotonic()
         self._forced = time.monotonic()
+        if self._signal_asked:
+            self._signal_asked = signal.SIGKILL
         for peer in list(self._peers.values()):
             peer.send(SIGNAL, str(int(signal.SIGKILL)).encode())
         if not self._peers:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 __all__ = ["RankRecord", "Verdict", "judge"]
 
 _RECENT_SECONDS = 10.0
+_BY_FORCE = (-signal.SIGTERM, -signal.SIGKILL)
+"""How mpirun and this side end ranks."""
 _HINTS = (
     (
         ("not enough slots", "There are not enough slots"),
@@ -74,7 +76,8 @@ class Verdict:
     """The rank that failed first, None if none did or nobody knows."""
     text: str = ""
     """What to tell the user; empty if all is well."""
-    notes: list[str] = field(default_factory=list)
+    explained: bool = False
+    """Whether the ranks' own words say it all, and mpirun's add nothing."""
 
 
 def _signal_name(number: int) -> str:
@@ -99,15 +102,15 @@ def _key(rank: int, record: RankRecord, stopping: float | None) -> tuple[int, fl
     spoke = record.trouble is not None and (stopping is None or record.trouble <= stopping)
     recent = spoke and record.trouble is not None and ended - record.trouble < _RECENT_SECONDS
     when = record.trouble if recent and record.trouble is not None else ended
-    by_itself = (
-        record.status is not None and not record.told and record.status != -signal.SIGTERM
-    )
+    by_itself = record.status is not None and not record.told and record.status != -signal.SIGTERM
     if by_itself or recent:
         kind = 0
-    elif record.status is None:
+    elif record.status is None and stopping is None:
         kind = 1 if record.started else 2
-    else:
+    elif record.status is not None:
         kind = 3
+    else:  # MPICH's starter kills what is left once the first has ended
+        kind = 4
     return kind, when, rank
 
 
@@ -120,6 +123,7 @@ def judge(
     launcher_text: str = "",
     stopping: float | None = None,
     reason: str = "",
+    asked: int = 0,
     seconds: float = 0.0,
 ) -> Verdict:
     """Decide how a job ended.
@@ -132,12 +136,13 @@ def judge(
         launcher_text: what it said itself.
         stopping: when this side began to end the job, None if it did not.
         reason: why it did.
+        asked: the signal by which a user asked for it; SIGKILL if ranks had to be killed then.
         seconds: how long the job took.
     """
     everybody = {rank: records.get(rank, RankRecord()) for rank in range(np)}
     if all(record.good for record in everybody.values()):
         if launcher_status == 0 or stopping is not None:
-            return Verdict(0)
+            return Verdict(0, explained=stopping is not None)
         return Verdict(
             _exit_status(launcher_status),
             None,
@@ -156,21 +161,48 @@ def judge(
     bad = [rank for rank, record in everybody.items() if not record.good]
     first = min(bad, key=lambda rank: _key(rank, everybody[rank], stopping))
     record = everybody[first]
+    explained = record.status is not None or record.trouble is not None
+    if asked:
+        text = (
+            "Ranks that did not end by themselves were killed." if asked == signal.SIGKILL else ""
+        )
+        status = record.status
+        if status is None or (asked == signal.SIGINT and status == 1) or status in _BY_FORCE:
+            # An interrupted Python ends with status 1 or by the signal, as its handlers may be.
+            if asked == signal.SIGINT or (status is None and record.trouble is None):
+                status = -asked
+            elif record.trouble is not None:
+                status = launcher_status
+        elif status is not None and status > 0:
+            text = f"Rank {first} on {record.host} {record.describe()}. {text}".rstrip()
+        return Verdict(
+            _exit_status(status or 0) or 1, None, _sentence(reason, text), explained=True
+        )
     status = _exit_status(record.status) if record.status is not None else 0
     if record.status is None or (record.trouble is not None and record.status < 0):
         # MPI_Abort(n) ends a rank by a signal, and its status is known to mpirun only.
         status = _exit_status(launcher_status) if launcher_status > 0 else status
-    lost = [r for r in bad if everybody[r].status is None and everybody[r].started]
-    text = f"Rank {first} on {record.host} {record.describe()}, {seconds:.1f} s after the start."
+    return Verdict(
+        status or 1,
+        first,
+        _sentence(reason, _what_happened(first, everybody, seconds)),
+        explained,
+    )
+
+
+def _what_happened(first: int, everybody: Mapping[int, RankRecord], seconds: float) -> str:
+    record = everybody[first]
+    when = f"{seconds:.1f} s after the start"
+    if record.trouble is not None and record.status in (None, *_BY_FORCE):
+        return f"Rank {first} on {record.host} failed, {when}."
+    lost = [r for r, one in everybody.items() if one.status is None and one.started]
     if record.status is None and record.started and len(lost) > 1:
-        hosts = list(dict.fromkeys(everybody[r].host for r in lost))
-        text = (
-            f"Ranks {_listed(lost)} on {', '.join(hosts)} vanished without a word, {seconds:.1f} s "
-            "after the start: the host, its network, or its MPI daemon has gone."
+        hosts = ", ".join(dict.fromkeys(everybody[r].host for r in lost))
+        return (
+            f"Ranks {_listed(lost)} on {hosts} vanished without a word, {when}: the host, its "
+            "network, or its MPI daemon has gone."
         )
-    if record.trouble is not None and record.status in (None, -signal.SIGTERM, -signal.SIGKILL):
-        text = f"Rank {first} on {record.host} failed, {seconds:.1f} s after the start."
-    return Verdict(status or 1, first, _sentence(reason, text))
+    return f"Rank {first} on {record.host} {record.describe()}, {when}."
 
 
 def _hint(text: str) -> str:
