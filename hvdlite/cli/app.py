@@ -23,10 +23,10 @@ _TYPES = {"integer": int, "number": float, "text": str}
 
 def _setting_options(function: F) -> F:
     for setting in reversed(SETTINGS):
-        kind = {"default": None}
+        kind: dict[str, Any] = {"default": None}
         if setting.kind != "switch":
-            kind["type"] = _TYPES[setting.kind]  # type: ignore[assignment]
-        function = click.option(*setting.flags, help=setting.doc, **kind)(function)  # type: ignore[arg-type]
+            kind["type"] = _TYPES[setting.kind]
+        function = click.option(*setting.flags, help=setting.doc, **kind)(function)
     return function
 
 

@@ -11,7 +11,7 @@ from typing import BinaryIO, TextIO
 
 from .rank import ERROR
 
-__all__ = ["Output", "last_words"]
+__all__ = ["Output", "last_words", "speaks_of_others"]
 
 _KEPT_LINES = 400
 _LINE_END = re.compile(rb"\r\n|\n|\r(?!\n)")
@@ -22,6 +22,13 @@ _TRACEBACK = "Traceback (most recent call last)"
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 # What a rank prints before it gives up: the interpreter's, or hvdlite's own word.
 _TROUBLE = re.compile(r"Traceback \(most recent call last\)|hvdlite: rank \d+ ended with")
+
+
+# The end of those that notice the end of others, in the words of MPI libraries and hvdlite.
+_OF_OTHERS = re.compile(
+    r"Socket closed|Connection reset by peer|MPI_ERR_PROC_FAILED|readv failed|"
+    r"Communication error with rank|HvdliteInternalError"
+)
 
 
 class Output:
@@ -161,3 +168,8 @@ def last_words(lines: list[str]) -> str:
         middle = f"  ... {len(text) - _SHOWN_LINES} lines left out ..."
         text = [*text[: _SHOWN_LINES // 2], middle, *text[-_SHOWN_LINES // 2 :]]
     return "\n".join(text).rstrip()
+
+
+def speaks_of_others(lines: list[str]) -> bool:
+    """Return whether the last that a rank said is that it has lost others."""
+    return bool(_OF_OTHERS.search(last_words(lines)))

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from . import machine
 from .command import Plan
-from .output import Output
+from .output import Output, speaks_of_others
 from .rank import (
     ADDRESS,
     ERROR,
@@ -132,14 +132,15 @@ class Supervisor:
             LaunchProblem: the launcher's program cannot be run.
         """
         began = time.monotonic()
-        self._began = began
+        self._began = self._now = began
         # Short, because the paths of sockets may have 107 characters.
         folder = tempfile.mkdtemp(prefix="hvdlite-", dir="/tmp")
         with contextlib.ExitStack() as stack:
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
-            addresses = [self._listen_here(folder)]
             if self._plan.remote or "SLURM_JOB_ID" in os.environ:
-                addresses += self._listen_everywhere()
+                addresses = self._listen_everywhere()
+            else:
+                addresses = [self._listen_here(folder)]
             stack.callback(self._close)
             process = self._start(";".join(addresses))
             stack.callback(self._reap, process)
@@ -148,6 +149,8 @@ class Supervisor:
         for rank, when in self._output.trouble.items():
             if rank in self._records:
                 self._records[rank].trouble = when
+        for rank, record in self._records.items():
+            record.secondary = speaks_of_others(self._output.tail(rank))
         verdict = judge(
             self._records,
             self._plan.np,
@@ -157,6 +160,7 @@ class Supervisor:
             stopping=self._stopping,
             reason=self._reason,
             asked=self._signal_asked,
+            here=socket.gethostname(),
             seconds=self._failed_at() - began,
         )
         if self._held and not verdict.explained:
@@ -251,7 +255,10 @@ class Supervisor:
         ended: float | None = None
         while True:
             try:
-                for key, _ in self._events.select(_TICK):
+                events = self._events.select(_TICK)
+                # What is noticed at once counts as simultaneous, whatever the order here.
+                self._now = time.monotonic()
+                for key, _ in events:
                     self._handle(key)
             except KeyboardInterrupt:  # where signals are not caught: in a notebook
                 self.interrupted = True
@@ -373,7 +380,7 @@ class Supervisor:
             record = self._records[rank]
             told = json.loads(payload)
             record.status, record.told = int(told["status"]), bool(told["told"])
-            record.ended = time.monotonic()
+            record.ended = self._now
 
     def _forget(self, peer: _Peer) -> None:
         self._events.unregister(peer.connection)
@@ -382,7 +389,7 @@ class Supervisor:
             del self._peers[peer.rank]
             record = self._records[peer.rank]
             if record.ended is None:
-                record.ended = time.monotonic()
+                record.ended = self._now
 
     # -- ending -------------------------------------------------------------------------
 

@@ -51,6 +51,8 @@ class RankRecord:
     """Whether it was asked to stop before it ended."""
     trouble: float | None = None
     """When it printed what looks like a reason to give up."""
+    secondary: bool = False
+    """Whether what it said is that others have gone."""
 
     @property
     def good(self) -> bool:
@@ -96,7 +98,9 @@ def _because(number: int) -> str:
     return ""
 
 
-def _key(rank: int, record: RankRecord, stopping: float | None) -> tuple[int, float, int]:
+def _key(
+    rank: int, record: RankRecord, stopping: float | None, here: str, first_loss: float
+) -> tuple[int, bool, float, int]:
     """Order ranks by how likely they are the cause: by what they did, then by when."""
     ended = record.ended if record.ended is not None else float("inf")
     spoke = record.trouble is not None and (stopping is None or record.trouble <= stopping)
@@ -104,14 +108,16 @@ def _key(rank: int, record: RankRecord, stopping: float | None) -> tuple[int, fl
     when = record.trouble if recent and record.trouble is not None else ended
     by_itself = record.status is not None and not record.told and record.status != -signal.SIGTERM
     if by_itself or recent:
-        kind = 0
+        # MPI libraries end those that have lost a peer, often without a word.
+        kind = 2 if record.secondary or (not spoke and ended > first_loss) else 0
     elif record.status is None and stopping is None:
-        kind = 1 if record.started else 2
+        kind = 1 if record.started else 3
     elif record.status is not None:
-        kind = 3
-    else:  # MPICH's starter kills what is left once the first has ended
         kind = 4
-    return kind, when, rank
+    else:  # MPICH's starter kills what is left once the first has ended
+        kind = 5
+    # Of hosts that are gone, this one is not the first: it is here to tell.
+    return kind, kind == 1 and record.host == here, when, rank
 
 
 def judge(
@@ -124,6 +130,7 @@ def judge(
     stopping: float | None = None,
     reason: str = "",
     asked: int = 0,
+    here: str = "",
     seconds: float = 0.0,
 ) -> Verdict:
     """Decide how a job ended.
@@ -137,6 +144,7 @@ def judge(
         stopping: when this side began to end the job, None if it did not.
         reason: why it did.
         asked: the signal by which a user asked for it; SIGKILL if ranks had to be killed then.
+        here: name of the launcher's host.
         seconds: how long the job took.
     """
     everybody = {rank: records.get(rank, RankRecord()) for rank in range(np)}
@@ -159,7 +167,9 @@ def judge(
             ),
         )
     bad = [rank for rank, record in everybody.items() if not record.good]
-    first = min(bad, key=lambda rank: _key(rank, everybody[rank], stopping))
+    losses = [one.ended for one in everybody.values() if one.status is None and one.ended]
+    first_loss = min(losses, default=float("inf"))
+    first = min(bad, key=lambda rank: _key(rank, everybody[rank], stopping, here, first_loss))
     record = everybody[first]
     explained = record.status is not None or record.trouble is not None
     if asked:
@@ -195,12 +205,12 @@ def _what_happened(first: int, everybody: Mapping[int, RankRecord], seconds: flo
     when = f"{seconds:.1f} s after the start"
     if record.trouble is not None and record.status in (None, *_BY_FORCE):
         return f"Rank {first} on {record.host} failed, {when}."
-    lost = [r for r, one in everybody.items() if one.status is None and one.started]
-    if record.status is None and record.started and len(lost) > 1:
-        hosts = ", ".join(dict.fromkeys(everybody[r].host for r in lost))
+    mine = [r for r, one in everybody.items() if one.started and one.host == record.host]
+    if record.status is None and record.started and all(everybody[r].status is None for r in mine):
+        whose = "Ranks" if len(mine) > 1 else "Rank"
         return (
-            f"Ranks {_listed(lost)} on {hosts} vanished without a word, {when}: the host, its "
-            "network, or its MPI daemon has gone."
+            f"{whose} {_listed(mine)} on {record.host} vanished without a word, {when}: the host, "
+            "its network, or its MPI daemon has gone."
         )
     return f"Rank {first} on {record.host} {record.describe()}, {when}."
 
