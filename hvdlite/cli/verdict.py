@@ -110,7 +110,7 @@ def _key(
     if by_itself or recent:
         # MPI libraries end those that have lost a peer, often without a word.
         kind = 2 if record.secondary or (not spoke and ended > first_loss) else 0
-    elif record.status is None and stopping is None:
+    elif record.status is None and (stopping is None or ended < stopping):
         kind = 1 if record.started else 3
     elif record.status is not None:
         kind = 4
