@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +28,7 @@ def _setting_options(function: F) -> F:
         kind: dict[str, Any] = {"default": None}
         if setting.kind != "switch":
             kind["type"] = _TYPES[setting.kind]
-        function = click.option(*setting.flags, help=setting.doc, **kind)(function)
+        function = click.option(*setting.flags, setting.name, help=setting.doc, **kind)(function)
     return function
 
 
@@ -217,6 +219,9 @@ def run_command(command: tuple[str, ...], **given: Any) -> None:
     except HvdliteError as error:
         click.echo(f"hvdlite run: {error}", err=True)
         sys.exit(2)
+    except BrokenPipeError:  # `hvdlite run ... | head`: the ranks have been ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(128 + signal.SIGPIPE)
     sys.exit(verdict.status)
 
 

@@ -197,7 +197,7 @@ def self_test_check(before: Sequence[Check], mpirun: str | None = None) -> Check
     if not data["right"]:
         return Check("self-test", "trouble", "two ranks got a wrong sum", "Report this.", data)
     text = (
-        f"2 ranks: {data['latency_us']:.0f} us for a scalar allreduce, "
+        f"2 ranks with MPI_THREAD_MULTIPLE: {data['latency_us']:.0f} us for a scalar allreduce, "
         f"{data['bandwidth_gbs']:.1f} GB/s for 16 MiB of float32"
     )
     if data["latency_us"] > 20e3:

@@ -173,7 +173,10 @@ def run_supervised(
     output = Output(
         out or sys.stdout, err or sys.stderr, folder, prefix=prefix, timestamps=timestamps
     )
-    supervisor = Supervisor(plan, output, Limits(start=start, grace=grace), port=port)
+    # With fault tolerance on, the survivors decide how to go on.
+    failure = None if "--with-ft" in plan.before else Limits.failure
+    limits = Limits(start=start, grace=grace, failure=failure)
+    supervisor = Supervisor(plan, output, limits, port=port)
     verdict = supervisor.run()
     if verdict.text:
         report(verdict, output)

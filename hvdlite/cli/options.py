@@ -94,7 +94,10 @@ SETTINGS = (
     Setting(("--thread-affinity",), "THREAD_AFFINITY", "text", "Cores of background threads: 0,1."),
     Setting(("--log-level",), "LOG_LEVEL", "text", "trace, debug, info, warning, error or fatal."),
     Setting(
-        ("--log-with-timestamp/--log-without-timestamp",),
+        (
+            "--log-with-timestamp/--log-without-timestamp",
+            "--no-log-hide-timestamp/--log-hide-timestamp",
+        ),
         "LOG_HIDE_TIME",
         "switch",
         "Whether log lines have the time of day.",

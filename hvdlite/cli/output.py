@@ -17,6 +17,8 @@ _KEPT_LINES = 400
 _LINE_END = re.compile(rb"\r\n|\n|\r(?!\n)")
 _IDLE_SECONDS = 0.25
 """After this time a line without an end is shown: it may be a prompt."""
+_LONG_LINE = 65536
+"""Bytes of a line without an end that are shown at once, rather than collected."""
 _SHOWN_LINES = 100
 _TRACEBACK = "Traceback (most recent call last)"
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
@@ -84,7 +86,9 @@ class Output:
                 break  # the other half of a line end may come
             self._show(key, data[start : found.start()], found[0])
             start = found.end()
-        if start < len(data):
+        if len(data) - start > _LONG_LINE:
+            self._show(key, data[start:], b"")
+        elif start < len(data):
             self._partial[key] = data[start:]
             self._touched[key] = time.monotonic()
         for stream in self._streams.values():

@@ -70,6 +70,11 @@ class FrameReader:
     def __init__(self) -> None:
         self._buffer = bytearray()
 
+    @property
+    def pending(self) -> int:
+        """Bytes of a message that has not come to its end."""
+        return len(self._buffer)
+
     def feed(self, data: bytes) -> Iterator[tuple[bytes, bytes]]:
         """Take what has arrived; return the messages that are complete by now."""
         self._buffer += data

@@ -14,36 +14,32 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-from . import machine
 from .command import Plan
+from .connections import Peer, accept, caught_signals, listen_here, listen_to_hosts
 from .output import Output, speaks_of_others
+from .process import end_launcher, signal_launcher, start_launcher
 from .rank import (
-    ADDRESS,
     ERROR,
     EXIT,
     HELLO,
     OUTPUT,
     SIGNAL,
     TASK,
-    THREADS,
-    TOKEN,
-    FrameReader,
-    frame,
 )
 from .verdict import RankRecord, Verdict, judge
 
 __all__ = ["Limits", "Supervisor"]
 
-_WRAPPER = Path(__file__).with_name("rank.py")
+_SIGNALS = object()
+"""Marks the descriptor that becomes readable when a signal has come."""
 _TICK = 0.1
 _LINGER_SECONDS = 3.0
 """How long records are awaited once mpirun has ended."""
 _KILL_SECONDS = 3.0
 """From killing the ranks to killing mpirun."""
+_GREETING_BYTES = 4096
 _KEPT_CHARACTERS = 65536
 _HOLD_SECONDS = 0.5
 """How long mpirun's own words wait for a rank's, which may explain them better."""
@@ -57,24 +53,10 @@ class Limits:
     """Until all ranks have started."""
     grace: float = 30.0
     """From a signal that is passed on to SIGKILL."""
-    failure: float = 10.0
-    """From the failure of one rank to the end of the others by force."""
+    failure: float | None = 10.0
+    """From the failure of one rank to the end of the others by force; None: they may go on."""
     total: float | None = None
     """For the whole job, if it is limited."""
-
-
-class _Peer:
-    """A connection: of a rank, or of the function that a rank runs."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
-        self.frames = FrameReader()
-        self.rank: int | None = None
-        self.is_task = False
-
-    def send(self, kind: bytes, payload: bytes) -> None:
-        with contextlib.suppress(OSError):
-            self.connection.sendall(frame(kind, payload))
 
 
 class Supervisor:
@@ -109,7 +91,7 @@ class Supervisor:
         self._token = secrets.token_hex(16)
         self._events = selectors.DefaultSelector()
         self._records: dict[int, RankRecord] = {}
-        self._peers: dict[int, _Peer] = {}
+        self._peers: dict[int, Peer] = {}
         self._stopping: float | None = None
         self._force_at: float | None = None
         self._forced: float | None = None
@@ -137,14 +119,12 @@ class Supervisor:
         folder = tempfile.mkdtemp(prefix="hvdlite-", dir="/tmp")
         with contextlib.ExitStack() as stack:
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
-            if self._plan.remote or "SLURM_JOB_ID" in os.environ:
-                addresses = self._listen_everywhere()
-            else:
-                addresses = [self._listen_here(folder)]
             stack.callback(self._close)
-            process = self._start(";".join(addresses))
-            stack.callback(self._reap, process)
-            stack.enter_context(self._signals(process))
+            process = self._start(self._listen(folder))
+            stack.callback(end_launcher, process, _KILL_SECONDS)
+            if self._catch:
+                woken = stack.enter_context(caught_signals())
+                self._events.register(woken, selectors.EVENT_READ, _SIGNALS)
             self._loop(process)
         for rank, when in self._output.trouble.items():
             if rank in self._records:
@@ -174,80 +154,22 @@ class Supervisor:
 
     # -- starting -----------------------------------------------------------------------
 
-    def _listen_here(self, folder: str) -> str:
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        path = os.path.join(folder, "launcher")
-        listener.bind(path)
-        self._listen(listener)
-        return f"unix:{path}"
-
-    def _listen_everywhere(self) -> list[str]:
-        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("", self._port))
-        self._listen(listener)
-        port = listener.getsockname()[1]
-        ours = [one for one in machine.interfaces() if not one.is_loopback]
-        best = machine.common_network(self._plan.remote, ours)
-        # The most likely first: each that does not answer costs a rank seconds.
-        ours.sort(key=lambda one: (one != best, one.is_virtual))
-        return [f"{one.address}:{port}" for one in ours]
-
-    def _listen(self, listener: socket.socket) -> None:
-        listener.listen(4096)
-        listener.setblocking(False)
+    def _listen(self, folder: str) -> str:
+        if self._plan.remote or "SLURM_JOB_ID" in os.environ:
+            listener, address = listen_to_hosts(self._plan.remote, self._port)
+        else:
+            listener, address = listen_here(folder)
         self._events.register(listener, selectors.EVENT_READ, self._accept)
+        return address
 
     def _start(self, addresses: str) -> subprocess.Popen[bytes]:
-        from .problems import LaunchProblem
-
-        environment = self._plan.environment()
-        environment |= {ADDRESS: addresses, TOKEN: self._token}
-        extra = [name for name in (ADDRESS, TOKEN, THREADS) if name in environment]
-        # Neither site-packages nor the user's variables: they cost time and may break it.
-        wrapper = [sys.executable, "-I", "-S", str(_WRAPPER)]
-        arguments = self._plan.arguments(wrapper, extra)
-        try:
-            process = subprocess.Popen(
-                arguments,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env=environment,
-                # The terminal's signals come to this process alone, which passes them on.
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise LaunchProblem(f"{arguments[0]} cannot be run: {error.strerror}.") from error
+        process = start_launcher(self._plan, addresses, self._token)
         assert process.stdout is not None and process.stderr is not None
         for pipe, stream in ((process.stdout, OUTPUT), (process.stderr, ERROR)):
-            os.set_blocking(pipe.fileno(), False)
             self._events.register(pipe, selectors.EVENT_READ, stream)
         with contextlib.suppress(OSError, AttributeError):
             self._events.register(os.pidfd_open(process.pid), selectors.EVENT_READ, None)
         return process
-
-    @contextlib.contextmanager
-    def _signals(self, process: subprocess.Popen[bytes]) -> Iterator[None]:
-        if not self._catch:
-            yield
-            return
-        numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
-        woken, waker = os.pipe()
-        for end in (woken, waker):
-            os.set_blocking(end, False)
-        before = {number: signal.signal(number, lambda *_: None) for number in numbers}
-        previous = signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
-        self._events.register(woken, selectors.EVENT_READ, "signals")
-        try:
-            yield
-        finally:
-            signal.set_wakeup_fd(previous)
-            for number, handler in before.items():
-                signal.signal(number, handler)
-            with contextlib.suppress(KeyError, ValueError):
-                self._events.unregister(woken)
-            os.close(woken)
-            os.close(waker)
 
     # -- the loop -----------------------------------------------------------------------
 
@@ -280,10 +202,10 @@ class Supervisor:
     def _handle(self, key: selectors.SelectorKey) -> None:
         if key.data in (OUTPUT, ERROR):
             self._read_own(key)
-        elif key.data == "signals":
+        elif key.data is _SIGNALS:
             for number in os.read(key.fd, 64):
                 self._pass_on(number)
-        elif isinstance(key.data, _Peer):
+        elif isinstance(key.data, Peer):
             self._read_peer(key.data)
         elif key.data is None:
             self._events.unregister(key.fileobj)
@@ -321,17 +243,10 @@ class Supervisor:
         )
 
     def _accept(self, listener: socket.socket) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                connection, _ = listener.accept()
-                connection.setblocking(True)
-                connection.settimeout(30)
-                if connection.family == socket.AF_INET:
-                    _notice_lost_hosts(connection)
-                peer = _Peer(connection)
-                self._events.register(connection, selectors.EVENT_READ, peer)
+        for peer in accept(listener):
+            self._events.register(peer.connection, selectors.EVENT_READ, peer)
 
-    def _read_peer(self, peer: _Peer) -> None:
+    def _read_peer(self, peer: Peer) -> None:
         try:
             data = peer.connection.recv(262144)
         except OSError:
@@ -346,8 +261,10 @@ class Supervisor:
                     return
             else:
                 self._take(peer, peer.rank, kind, payload)
+        if peer.rank is None and peer.frames.pending > _GREETING_BYTES:
+            self._forget(peer)  # a stranger who fills this process's memory
 
-    def _welcome(self, peer: _Peer, payload: bytes) -> bool:
+    def _welcome(self, peer: Peer, payload: bytes) -> bool:
         try:
             hello = json.loads(payload)
             known = secrets.compare_digest(str(hello["token"]), self._token)
@@ -371,7 +288,7 @@ class Supervisor:
         record.host, record.started = str(hello["host"]), True
         return True
 
-    def _take(self, peer: _Peer, rank: int, kind: bytes, payload: bytes) -> None:
+    def _take(self, peer: Peer, rank: int, kind: bytes, payload: bytes) -> None:
         if peer.is_task:
             self.results[rank] = payload
         elif kind in (OUTPUT, ERROR):
@@ -382,7 +299,7 @@ class Supervisor:
             record.status, record.told = int(told["status"]), bool(told["told"])
             record.ended = self._now
 
-    def _forget(self, peer: _Peer) -> None:
+    def _forget(self, peer: Peer) -> None:
         self._events.unregister(peer.connection)
         peer.connection.close()
         if peer.rank is not None and not peer.is_task:
@@ -408,13 +325,13 @@ class Supervisor:
             if total is not None and now - self._began > total:
                 self._end(f"The job had not ended {total:g} s after the launch.")
             bad = [r.ended for r in self._records.values() if r.ended and not r.good]
-            if bad and self._force_at is None:
+            if bad and self._force_at is None and self._limits.failure is not None:
                 # mpirun ends the others, as a rule at once.
                 self._force_at = min(bad) + self._limits.failure
         if self._force_at is not None and now > self._force_at and self._forced is None:
             self._kill()
         if self._forced is not None and now > self._forced + _KILL_SECONDS:
-            self._signal_launcher(process, signal.SIGKILL)
+            signal_launcher(process, signal.SIGKILL)
 
     def _pass_on(self, number: int) -> None:
         """Send a signal to all ranks; the second one that asks for the end is final."""
@@ -455,32 +372,13 @@ class Supervisor:
         if not self._peers:
             self._forced -= _KILL_SECONDS
 
-    def _signal_launcher(self, process: subprocess.Popen[bytes], number: int) -> None:
-        # Its whole session: mpirun may have helpers (ssh) of its own.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, number)
-
-    def _reap(self, process: subprocess.Popen[bytes]) -> None:
-        if process.poll() is None:
-            self._signal_launcher(process, signal.SIGTERM)
-            try:
-                process.wait(_KILL_SECONDS)
-            except subprocess.TimeoutExpired:
-                self._signal_launcher(process, signal.SIGKILL)
-                process.wait()
-
     def _close(self) -> None:
         for key in list(self._events.get_map().values()):
             self._events.unregister(key.fileobj)
-            if isinstance(key.data, _Peer):
+            if isinstance(key.data, Peer):
                 key.data.connection.close()
             elif isinstance(key.fileobj, socket.socket):
                 key.fileobj.close()
+            elif key.data is None:
+                os.close(key.fd)
         self._events.close()
-
-
-def _notice_lost_hosts(connection: socket.socket) -> None:
-    """Let a host that has silently gone end its connections, within half a minute."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
-        connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -68,6 +68,8 @@ def dry(*flags: str) -> dict[str, str]:
         (["--log-level", "DEBUG"], {"HVDLITE_LOG_LEVEL": "DEBUG"}),
         (["--log-without-timestamp"], {"HVDLITE_LOG_HIDE_TIME": "1"}),
         (["--log-with-timestamp"], {"HVDLITE_LOG_HIDE_TIME": "0"}),
+        (["--log-hide-timestamp"], {"HVDLITE_LOG_HIDE_TIME": "1"}),
+        (["--no-log-hide-timestamp"], {"HVDLITE_LOG_HIDE_TIME": "0"}),
         (["-x", "HVDLITE_LOG_LEVEL=info"], {"HVDLITE_LOG_LEVEL": "info"}),
         (["--mpi", "--no-hierarchical-allreduce", "--no-mpi-threads-disable"], {}),
     ],
