@@ -41,6 +41,9 @@ State = Literal["ok", "note", "warning", "trouble"]
 
 _MIB = 2**20
 _SMALL_SHM, _TINY_SHM = 256 * _MIB, 32 * _MIB
+_RANK_SHM = 5.2 * _MIB
+"""What a rank of MPICH 5.0 takes of /dev/shm, measured with 2 and 4 ranks. Open MPI 5.0 wants 16
+MiB to be free, and goes by TCP, slowly, where they are not."""
 _LONG_PATH = 60
 """Characters of a temporary folder from which MPI's sockets in it may exceed their 107."""
 
@@ -198,12 +201,18 @@ def check_shared_memory(path: str = "/dev/shm") -> Check:
             data,
         )
     if free < _TINY_SHM:
-        why = f"{text}: MPI needs tens of MiB there"
+        why = f"{text}: MPICH's ranks will die of SIGSEGV or SIGBUS, Open MPI's will use TCP"
         if size >= _SMALL_SHM:
             larger = f"Jobs that were killed may have left files: see {path}/*mpi* and sm_segment*."
         return Check("shared memory", "trouble", why, larger, data)
     if size < _SMALL_SHM:
-        return Check("shared memory", "warning", f"{text}: enough for few ranks only", larger, data)
+        return Check(
+            "shared memory",
+            "warning",
+            f"{text}: enough for {int(size / _RANK_SHM)} ranks of MPICH",
+            larger,
+            data,
+        )
     return Check("shared memory", "ok", text, data=data)
 
 

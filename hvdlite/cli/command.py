@@ -14,7 +14,7 @@ from . import machine
 from .hosts import Host, is_this_host, place
 from .mpi import Launcher
 from .problems import LaunchProblem
-from .rank import ADDRESS, THREADS, TOKEN
+from .rank import ADDRESS, NO_INPUT, THREADS, TOKEN
 
 __all__ = [
     "LAUNCHER_VARIABLES",
@@ -28,7 +28,7 @@ __all__ = [
 
 _TCP_BYTES = "1100000"
 """A ring's segment of 256 KiB to 1 MiB leaves at once, instead of after a handshake."""
-LAUNCHER_VARIABLES = (ADDRESS, TOKEN, THREADS)
+LAUNCHER_VARIABLES = (ADDRESS, TOKEN, THREADS, NO_INPUT)
 """Variables by which ranks find the launcher; no part of a line that a user may copy."""
 # What other hosts need to know of this one's environment, where mpirun does not send all of it.
 _FORWARDED = (

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from .command import LAUNCHER_VARIABLES, Plan
 from .problems import LaunchProblem
-from .rank import ADDRESS, TOKEN
+from .rank import ADDRESS, NO_INPUT, TOKEN
 
 __all__ = ["end_launcher", "signal_launcher", "start_launcher"]
 
@@ -30,6 +30,8 @@ def start_launcher(plan: Plan, addresses: str, token: str) -> subprocess.Popen[b
         LaunchProblem: the launcher's program cannot be run.
     """
     environment = plan.environment() | {ADDRESS: addresses, TOKEN: token}
+    if not _has_input():
+        environment[NO_INPUT] = "1"
     extra = [name for name in LAUNCHER_VARIABLES if name in environment]
     # Neither site-packages nor the user's variables: they cost time and may break it.
     wrapper = [sys.executable, "-I", "-S", str(_WRAPPER)]
@@ -37,6 +39,7 @@ def start_launcher(plan: Plan, addresses: str, token: str) -> subprocess.Popen[b
     try:
         process = subprocess.Popen(
             arguments,
+            stdin=None if _has_input() else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=environment,
@@ -49,6 +52,18 @@ def start_launcher(plan: Plan, addresses: str, token: str) -> subprocess.Popen[b
     for pipe in (process.stdout, process.stderr):
         os.set_blocking(pipe.fileno(), False)
     return process
+
+
+def _has_input() -> bool:
+    """Return whether rank 0 may read what this process is given: a file or a pipe.
+
+    A terminal's input belongs to its foreground processes, which the launcher's are not.
+    """
+    try:
+        status = os.fstat(0)
+        return not os.isatty(0) and not os.path.samestat(status, os.stat(os.devnull))
+    except OSError:
+        return False
 
 
 def signal_launcher(process: subprocess.Popen[bytes], number: int) -> None:

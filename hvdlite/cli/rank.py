@@ -30,6 +30,7 @@ __all__ = [
     "ERROR",
     "EXIT",
     "HELLO",
+    "NO_INPUT",
     "OUTPUT",
     "SIGNAL",
     "TASK",
@@ -45,6 +46,8 @@ __all__ = [
 ADDRESS = "HVDLITE_LAUNCHER_ADDRESS"
 """Where the launcher listens: `unix:PATH` and `HOST:PORT`, separated by semicolons."""
 TOKEN = "HVDLITE_LAUNCHER_TOKEN"
+NO_INPUT = "HVDLITE_LAUNCHER_NO_INPUT"
+"""Set where nothing comes from standard input: Open MPI would not tell rank 0 so."""
 THREADS = "HVDLITE_LAUNCHER_THREADS"
 """Set where the threads of a rank are to be chosen by the cores of its own host."""
 
@@ -185,6 +188,8 @@ class _Rank:
         self._send(HELLO, json.dumps(hello).encode())
         self.child = subprocess.Popen(
             command,
+            # MPICH leaves the others waiting for an end of input that never comes.
+            stdin=subprocess.DEVNULL if self.rank or os.environ.get(NO_INPUT) else None,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             # MPICH's ranks talk to their starter through an inherited descriptor.

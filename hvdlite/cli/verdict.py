@@ -93,8 +93,10 @@ def _because(number: int) -> str:
     if number == signal.SIGKILL:
         return " (if nobody sent it, the host may have run out of memory: see dmesg)"
     if number in (signal.SIGSEGV, signal.SIGBUS):
-        more = ", or /dev/shm is full" if number == signal.SIGBUS else ""
-        return f" (a fault in native code{more}; PYTHONFAULTHANDLER=1 shows where)"
+        return (
+            " (a fault in native code, which PYTHONFAULTHANDLER=1 locates, or too little "
+            "/dev/shm for MPI: see `hvdlite doctor`)"
+        )
     return ""
 
 

@@ -136,6 +136,20 @@ def test_a_program_that_ends_without_mpi(library: mpi.Library) -> None:
     assert "Rank 1 on" in done.stderr
 
 
+@pytest.mark.parametrize("given", ["hello\n", None])
+def test_input_is_rank_0s(library: mpi.Library, given: str | None) -> None:
+    code = "import sys; print(repr(sys.stdin.readline()))"
+    done = subprocess.run(
+        [sys.executable, "-m", "hvdlite", "run", "-np", "2", "python", "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        env=environment(),
+        **({"stdin": subprocess.DEVNULL} if given is None else {"input": given}),
+    )
+    assert sorted(done.stdout.splitlines()) == [f"[0] {given or ''!r}", "[1] ''"]
+
+
 # -- signals ----------------------------------------------------------------------------------
 
 
