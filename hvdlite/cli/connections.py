@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 import socket
 from collections.abc import Iterator, Sequence
@@ -34,12 +35,13 @@ class Peer:
             self.connection.sendall(frame(kind, payload))
 
 
-def listen_here(folder: str) -> tuple[socket.socket, str]:
+def listen_here() -> tuple[socket.socket, str]:
     """Listen to ranks of this host; return the socket and its address for them."""
-    path = os.path.join(folder, "launcher")
+    # A name outside the file system: nothing is left behind, however this process ends.
+    name = f"hvdlite-{os.getpid()}-{secrets.token_hex(8)}"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(path)
-    return _listening(listener), f"unix:{path}"
+    listener.bind(f"\0{name}")
+    return _listening(listener), f"unix:@{name}"
 
 
 def listen_to_hosts(remote: Sequence[str], port: int = 0) -> tuple[socket.socket, str]:

@@ -67,7 +67,7 @@ def _has_input() -> bool:
 
 
 def signal_launcher(process: subprocess.Popen[bytes], number: int) -> None:
-    """Send a signal to the launcher and its helpers, such as ssh."""
+    """Send a signal to the launcher and what it has started here, such as ssh."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, number)
 

@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 ADDRESS = "HVDLITE_LAUNCHER_ADDRESS"
-"""Where the launcher listens: `unix:PATH` and `HOST:PORT`, separated by semicolons."""
+"""Where the launcher listens: `unix:@NAME` and `HOST:PORT`, separated by semicolons."""
 TOKEN = "HVDLITE_LAUNCHER_TOKEN"
 NO_INPUT = "HVDLITE_LAUNCHER_NO_INPUT"
 """Set where nothing comes from standard input: Open MPI would not tell rank 0 so."""
@@ -115,7 +115,7 @@ def connect(addresses: str, timeout: float = _CONNECT_SECONDS) -> socket.socket:
 
 def _parse(address: str) -> tuple[int, Any]:
     if address.startswith("unix:"):
-        return socket.AF_UNIX, address.removeprefix("unix:")
+        return socket.AF_UNIX, address.removeprefix("unix:").replace("@", "\0", 1)
     host, _, port = address.rpartition(":")
     if host.startswith("["):
         return socket.AF_INET6, (host.strip("[]"), int(port))

@@ -7,12 +7,10 @@ import json
 import os
 import secrets
 import selectors
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 
@@ -115,12 +113,9 @@ class Supervisor:
         """
         began = time.monotonic()
         self._began = self._now = began
-        # Short, because the paths of sockets may have 107 characters.
-        folder = tempfile.mkdtemp(prefix="hvdlite-", dir="/tmp")
         with contextlib.ExitStack() as stack:
-            stack.callback(shutil.rmtree, folder, ignore_errors=True)
             stack.callback(self._close)
-            process = self._start(self._listen(folder))
+            process = self._start(self._listen())
             stack.callback(end_launcher, process, _KILL_SECONDS)
             if self._catch:
                 woken = stack.enter_context(caught_signals())
@@ -154,11 +149,11 @@ class Supervisor:
 
     # -- starting -----------------------------------------------------------------------
 
-    def _listen(self, folder: str) -> str:
+    def _listen(self) -> str:
         if self._plan.remote or "SLURM_JOB_ID" in os.environ:
             listener, address = listen_to_hosts(self._plan.remote, self._port)
         else:
-            listener, address = listen_here(folder)
+            listener, address = listen_here()
         self._events.register(listener, selectors.EVENT_READ, self._accept)
         return address
 
