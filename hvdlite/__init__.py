@@ -14,6 +14,7 @@ from .build_info import (
     nccl_built,
     rocm_built,
 )
+from .cli.function import run
 from .collectives import (
     allgather,
     allgather_async,
@@ -50,6 +51,7 @@ from .exceptions import (
     HvdliteError,
     HvdliteInternalError,
     HvdliteTimeoutError,
+    LaunchError,
     MismatchError,
     NotInitializedError,
     SettingsError,
@@ -92,6 +94,7 @@ __all__ = [
     "HvdliteError",
     "HvdliteInternalError",
     "HvdliteTimeoutError",
+    "LaunchError",
     "Max",
     "Min",
     "MismatchError",
@@ -151,6 +154,7 @@ __all__ = [
     "reducescatter_async",
     "remove_process_set",
     "rocm_built",
+    "run",
     "shutdown",
     "size",
     "start_timeline",

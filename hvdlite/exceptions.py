@@ -7,6 +7,7 @@ __all__ = [
     "HvdliteError",
     "HvdliteInternalError",
     "HvdliteTimeoutError",
+    "LaunchError",
     "MismatchError",
     "NotInitializedError",
     "SettingsError",
@@ -45,3 +46,7 @@ class HvdliteTimeoutError(HvdliteError, TimeoutError):
 
 class HvdliteInternalError(HvdliteError, RuntimeError):
     """The job cannot go on as it is: a peer left, died, or stalled past the limit."""
+
+
+class LaunchError(HvdliteError, RuntimeError):
+    """A rank of `hvdlite.run` failed. The text names the rank and ends with its traceback."""

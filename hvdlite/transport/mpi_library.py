@@ -12,6 +12,7 @@ from ..exceptions import HvdliteError
 __all__ = ["check_world", "launched_size", "load", "needed"]
 
 _SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "PMIX_SIZE")
+_SLURM = "SLURM_STEP_NUM_TASKS"
 
 
 def launched_size() -> int | None:
@@ -20,7 +21,9 @@ def launched_size() -> int | None:
         value = os.environ.get(name, "")
         if value.isdigit():
             return int(value)
-    return None
+    # Set by srun alone. One task may be just a shell to work in.
+    tasks = os.environ.get(_SLURM, "")
+    return int(tasks) if tasks.isdigit() and int(tasks) > 1 else None
 
 
 def needed() -> bool:
@@ -91,6 +94,13 @@ def check_world(size: int) -> None:
         from mpi4py import MPI
 
         library = MPI.Get_library_version().split("\n")[0].strip("\0 ")
+        if _SLURM in os.environ and not any(name in os.environ for name in _SIZE_VARIABLES):
+            raise HvdliteError(
+                f"srun started {launched} ranks, but the MPI library that mpi4py loaded "
+                f"({library}) sees only one: srun must speak the library's language. Use "
+                f"srun --mpi={'pmix' if 'Open MPI' in library else 'pmi2'} (srun --mpi=list shows "
+                "what there is), or mpirun inside the allocation."
+            )
         raise HvdliteError(
             f"The launcher started {launched} ranks, but the MPI library that mpi4py loaded "
             f"({library}) sees only one: mpirun and the library come from different MPI "
