@@ -238,6 +238,36 @@ def doctor_command(as_json: bool, no_self_test: bool, hosts: str | None, **given
     sys.exit(_doctor(as_json, not no_self_test, hosts, **given))
 
 
+_PASSED_ON: dict[str, Any] = {"ignore_unknown_options": True, "help_option_names": []}
+
+
+@cli.command("bench", context_settings=_PASSED_ON, add_help_option=False)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def bench_command(arguments: tuple[str, ...]) -> None:
+    """Measure hvdlite against MPI's Allreduce, Gloo and others on this machine."""
+    from ..bench import main
+
+    sys.exit(main(list(arguments)))
+
+
+@cli.command("timeline", context_settings=_PASSED_ON, add_help_option=False)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def timeline_command(arguments: tuple[str, ...]) -> None:
+    """Sum up a timeline: slow tensors, straggling ranks, hidden communication."""
+    from ..timeline.analysis import main
+
+    sys.exit(main(list(arguments)))
+
+
+@cli.command("top", context_settings=_PASSED_ON, add_help_option=False)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def top_command(arguments: tuple[str, ...]) -> None:
+    """Show what the ranks of a running job do (it needs HVDLITE_METRICS_PORT)."""
+    from ..metrics.top import main
+
+    sys.exit(main(list(arguments)))
+
+
 def _doctor(as_json: bool, self_test: bool, hosts: str | None, **given: Any) -> int:
     from .doctor import examine, print_json, print_report
 
