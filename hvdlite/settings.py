@@ -86,6 +86,13 @@ def _integer(unit: str, minimum: int = 0, show: Callable[[Any], str] = str) -> _
     return _Kind(f"a whole number of {unit}, {minimum} or more", read, show)
 
 
+def _read_port(text: str) -> int:
+    value = _whole_number(text)
+    if value > 65535:
+        raise ValueError
+    return value
+
+
 def _duration(unit: str, *, zero: bool) -> _Kind:
     def read(text: str) -> float:
         # float() would also take nan, 1_000 and other scripts' digits.
@@ -113,8 +120,16 @@ def _read_cores(text: str) -> tuple[int, ...]:
     return tuple(_whole_number(part.strip()) for part in text.split(","))
 
 
+def _read_file(text: str) -> str:
+    if os.path.basename(text) in ("", ".", "..") or "\0" in text:
+        raise ValueError
+    return text
+
+
 _BOOL = _Kind("1 or 0, true or false, yes or no, on or off", _read_bool, lambda on: str(int(on)))
+_FILE = _Kind("the name of a file", _read_file, lambda _: "unset")
 _NAME = _Kind("a name", str, lambda value: "unset" if value is None else str(value))
+_PORT = _Kind("a port number, 0 to 65535", _read_port)
 _CORES = _Kind("core numbers separated by commas", _read_cores, lambda _: "unset")
 
 
@@ -198,7 +213,7 @@ class Settings:
     )
     timeline: str | None = _knob(
         None,
-        _NAME,
+        _FILE,
         "TIMELINE",
         "File for the timeline of the whole job; DYNAMIC leaves it to `start_timeline`.",
     )
@@ -233,6 +248,20 @@ class Settings:
         _integer("bytes", show=_show_bytes),
         "SMALL_BYTES",
         "Bytes below which MPI's own collectives are used (not for allreduce in shared memory).",
+        horovod=False,
+    )
+    metrics_port: int = _knob(
+        0,
+        _PORT,
+        "METRICS_PORT",
+        "Serve live metrics to Prometheus on this port plus the local rank; 0: don't.",
+        horovod=False,
+    )
+    metrics_host: str = _knob(
+        "127.0.0.1",
+        _NAME,
+        "METRICS_HOST",
+        "Address on which metrics are served; 0.0.0.0 lets other machines read them.",
         horovod=False,
     )
     abort_on_exception: bool = _knob(

@@ -18,7 +18,7 @@ import numpy as np
 from .exceptions import HvdliteError, NotInitializedError
 from .log import configure, logger
 from .settings import Settings
-from .timeline.session import START, STOP, check_start
+from .timeline.session import check_start
 from .transport.base import Communicator, Pending
 
 if TYPE_CHECKING:
@@ -144,6 +144,9 @@ def init(
                 f'init: process_sets is a list of ProcessSet or "dynamic", not {process_sets!r}.'
             )
         settings = Settings.from_environment()
+        if settings.timeline is not None and settings.timeline.upper() != "DYNAMIC":
+            # Whoever starts and ends timelines later names them by absolute paths, too.
+            settings = dataclasses.replace(settings, timeline=os.path.abspath(settings.timeline))
         base, mpi_group = _base_communicator(comm)
         configure(base.rank, settings.log_level, settings.log_hide_time)
         state = _connect(base, mpi_group, settings)
@@ -163,9 +166,11 @@ def init(
             *(state.rank, state.size, state.local_rank, state.local_size),
             *(state.hosts[state.rank], settings),
         )
-        timeline = settings.timeline
-        if timeline is not None and timeline.upper() != "DYNAMIC" and state.rank == 0:
-            state.engine.announce(START, timeline, settings.timeline_mark_cycles)
+        timeline = state.settings.timeline
+        if timeline is not None and timeline.upper() != "DYNAMIC":
+            state.engine.start_timeline(
+                timeline, state.settings.timeline_mark_cycles, announced=state.rank != 0
+            )
         state.engine.start()
         faults.guard(state.engine, settings.abort_on_exception)
         atexit.register(_leave_at_exit)
@@ -225,8 +230,9 @@ def statistics() -> Statistics:
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
     """Begin to record a timeline of all ranks; any rank may ask for it.
 
-    Recording begins on all of them with the next round that every rank takes part in. Open the
-    file at https://ui.perfetto.dev or in chrome://tracing.
+    Recording begins on all of them with the next round that every rank takes part in; while
+    one is going on, a second one to the same file changes nothing. Open the file at
+    https://ui.perfetto.dev or in chrome://tracing, or let `python -m hvdlite.timeline` sum it up.
 
     Args:
         file_path: the file, which rank 0 writes when the timeline is stopped, or else at the
@@ -235,16 +241,18 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
 
     Raises:
         TypeError: `file_path` is no path.
+        ValueError: it does not name a file.
     """
-    current().engine.announce(START, *check_start(file_path, mark_cycles))
+    current().engine.start_timeline(*check_start(file_path, mark_cycles))
 
 
 def stop_timeline() -> None:
     """End the timeline on all ranks; any rank may ask for it.
 
-    Rank 0 writes the file after the next round that every rank takes part in.
+    Rank 0 writes the file after the next round that every rank takes part in. Without a
+    timeline this does nothing.
     """
-    current().engine.announce(STOP)
+    current().engine.stop_timeline()
 
 
 def is_initialized() -> bool:

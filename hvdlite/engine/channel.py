@@ -134,6 +134,7 @@ class Channel:
             FusionBuffers(IN_FLIGHT, transport.allocate),
             counters,
             adasum,
+            set_id,
         )
         self._round: Task | None = None
         self._round_began = 0.0
@@ -142,15 +143,8 @@ class Channel:
         self._queue: deque[Batch] = deque()
         self._in_flight: list[tuple[Task, Batch]] = []
         self._tag = 0
-
-    @property
-    def recorder(self) -> Recorder | None:
+        self.recorder: Recorder | None = None
         """What notes down events for a timeline, while there is one."""
-        return self._executor.recorder
-
-    @recorder.setter
-    def recorder(self, recorder: Recorder | None) -> None:
-        self._executor.recorder = recorder
 
     @property
     def in_flight(self) -> int:
@@ -208,8 +202,14 @@ class Channel:
         counters = self._counters
         counters.rounds += 1
         self._rounds += 1
-        if self.recorder is not None:
-            self._record(self.recorder, outcome)
+        recorder = self.recorder
+        if self._on_announcement is not None:
+            for announcement in outcome.announcements:
+                self._on_announcement(announcement)
+        # What was agreed on in the rounds that start and end a timeline belongs to it.
+        recorder = self.recorder or recorder
+        if recorder is not None:
+            self._record(recorder, outcome)
         if logger.isEnabledFor(logging.DEBUG):
             names = [display(r.key, r.request.kind) for r, _ in outcome.agreed]
             logger.debug("round on ranks %s: ready %s", list(self.ranks), names)
@@ -241,15 +241,15 @@ class Channel:
                         entry.handle.finish([])
                 runnable.append((response, entry))
         batches = plan(runnable, self._fusion_threshold)
-        for batch in batches:
-            batch.round = self._rounds
+        if recorder is not None:
+            recorder.unfinished += len(batches)
+            for batch in batches:
+                batch.round = self._rounds
+                batch.recorder = recorder
         self._queue.extend(batches)
         if outcome.join is not None:
             assert outcome.last_joined is not None
             outcome.join.handle.finish(self.ranks[outcome.last_joined])
-        if self._on_announcement is not None:
-            for announcement in outcome.announcements:
-                self._on_announcement(announcement)
         if outcome.left is not None:
             self._close(outcome.left)
             if self._on_announcement is not None:
@@ -258,7 +258,8 @@ class Channel:
     def _record(self, recorder: Recorder, outcome: Round) -> None:
         now = recorder.clock()
         if recorder.mark_cycles:
-            recorder.note("cycle", self._round_began, now, self._rounds, len(outcome.agreed))
+            ready = len(outcome.agreed)
+            recorder.note("cycle", self._round_began, now, self._rounds, self._set_id, ready)
         for response, entry in outcome.agreed:
             if entry is not None:
                 recorder.note(

@@ -165,7 +165,7 @@ class Engine:
         self.counters.waiting_seconds += end - start
         recorder = self._timeline.recorder
         if recorder is not None:
-            recorder.note("wait", handle.name, start, end)
+            recorder.note("wait", handle.name, start, end, threading.get_ident())
         if not done:
             raise HvdliteTimeoutError(
                 f"'{handle.name}' was not completed within {timeout:g} s on rank {self.rank}; "
@@ -183,6 +183,23 @@ class Engine:
             self._refuse_if_over()
             self._announcements.append(announcement)
             self._driver.wake()
+
+    def start_timeline(self, path: str, mark_cycles: bool, announced: bool = False) -> None:
+        """Have all ranks begin a timeline.
+
+        Args:
+            path: the file, absolute.
+            mark_cycles: whether rounds are recorded too.
+            announced: whether another rank does the asking.
+        """
+        self._timeline.asked = path
+        if not announced:
+            self.announce(START, path, mark_cycles)
+
+    def stop_timeline(self) -> None:
+        """Have all ranks end the timeline that this rank has asked for, or else whichever."""
+        path, self._timeline.asked = self._timeline.asked, ""
+        self.announce(STOP, path)
 
     def shutdown(self, reason: str) -> None:
         """Leave: finish what all ranks agree on, tell the others, and stop the thread.
@@ -272,7 +289,7 @@ class Engine:
 
     def _due(self) -> float | None:
         """Return the seconds until there is something to do; None if MPI is to be tested."""
-        if self._chores:
+        if self._chores and self._failure is None:
             return None
         due = IDLE
         for channel in list(self.channels.values()):
@@ -424,7 +441,8 @@ class Engine:
             path, mark_cycles = details
             self._add_chore(self._timeline.start(str(path), bool(mark_cycles)))
         elif what == STOP:
-            self._add_chore(self._timeline.stop())
+            (path,) = details
+            self._add_chore(self._timeline.stop(str(path)))
         elif what == CLOSED:
             # Every rank comes here after the same round, so nobody has to announce the end.
             self._add_chore(self._timeline.stop())

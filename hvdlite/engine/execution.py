@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from ..timeline.recorder import Recorder, Span
+from ..timeline.recorder import Span
 from ..transport import kernels
 from ..transport.adasum import Adasum
 from ..transport.base import Finish, Operation, Transport
 from ..transport.types import Array, DType, ReduceOp
 from .fusion import Batch, FusionBuffers, sent_bytes
-from .requests import Kind, Piece, Request
+from .requests import Kind, Piece, Request, display
 from .statistics import Counters, Stopwatch
 from .submissions import Entry
 
@@ -38,6 +38,7 @@ class Executor:
         buffers: FusionBuffers,
         counters: Counters,
         adasum: Adasum | None = None,
+        set_id: int = 0,
     ) -> None:
         self.transport = transport
         self.adasum = adasum
@@ -45,7 +46,7 @@ class Executor:
         self.size = size
         self.buffers = buffers
         self.counters = counters
-        self.recorder: Recorder | None = None
+        self._set_id = set_id
 
     def run(self, batch: Batch, tag: int) -> Operation[None]:
         """Carry out one batch and complete the entries that end with it."""
@@ -58,6 +59,8 @@ class Executor:
         }[batch.kind]
         yield from run(batch, tag)
         self.counters.moved(batch, sent_bytes(batch, self.rank, self.size))
+        if batch.recorder is not None:
+            batch.recorder.unfinished -= 1
 
     def _packing(self, batch: Batch) -> AbstractContextManager[Any]:
         return self._watched(self.counters.packing, "pack", batch)
@@ -71,12 +74,15 @@ class Executor:
     def _watched(
         self, stopwatch: Stopwatch, what: str, batch: Batch
     ) -> AbstractContextManager[Any]:
-        if self.recorder is None:
+        recorder = batch.recorder
+        if recorder is None:
             return stopwatch
         stack = ExitStack()
         stack.enter_context(stopwatch)
-        names = tuple(e.handle.name for e in batch.entries if e is not None)
-        stack.enter_context(Span(self.recorder, what, names, batch.round, batch.lane, batch.nbytes))
+        # Those of copying are those of moving, and names take room.
+        names = _names(batch) if what == "move" else ()
+        place = batch.round, self._set_id, batch.lane
+        stack.enter_context(Span(recorder, what, names, *place, len(batch.pieces), batch.nbytes))
         return stack
 
     # -- reductions ---------------------------------------------------------------------
@@ -286,6 +292,12 @@ class Executor:
                 )
         entry.result = recv, np.array(received, dtype=np.int64)
         _complete(batch)
+
+
+def _names(batch: Batch) -> tuple[str, ...]:
+    """Return the names that this rank has submitted, that of a group once."""
+    entries = dict.fromkeys(entry for entry in batch.entries if entry is not None)
+    return tuple(display(entry.key, entry.request.kind) for entry in entries)
 
 
 def _transport_op(op: ReduceOp) -> ReduceOp:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..transport.types import Array, DType
 from .requests import Kind, Piece, Request, Response
 from .submissions import Entry
+
+if TYPE_CHECKING:
+    from ..timeline.recorder import Recorder
 
 __all__ = ["Batch", "FusionBuffers", "plan", "sent_bytes"]
 
@@ -30,6 +34,8 @@ class Batch:
     """In which its tensors were agreed on; counted by the process set."""
     lane: int = 0
     """Told apart from the batches that are in flight at the same time."""
+    recorder: Recorder | None = None
+    """Notes down what becomes of it, for a timeline."""
 
 
 def plan(agreed: Iterable[tuple[Response, Entry | None]], threshold: int) -> list[Batch]:

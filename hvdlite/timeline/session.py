@@ -7,6 +7,7 @@ send it what they have recorded, and it writes the file in a thread of its own.
 
 from __future__ import annotations
 
+import os
 import pickle
 import threading
 from collections.abc import Callable
@@ -20,13 +21,24 @@ from ..log import logger
 from ..transport.base import Communicator, Operation
 from ..transport.types import Array
 from .clocks import compare_clocks
-from .recorder import Recorder
+from .recorder import Recorder, events_of_each
 from .trace import RankEvents, write_trace
 
-__all__ = ["START", "STOP", "Timeline"]
+__all__ = ["START", "STOP", "Timeline", "check_start"]
 
 START, STOP = "timeline.start", "timeline.stop"
 _EVENTS_TAG = 21
+_RESCUE_TIME = 5.0
+
+
+class _Finished:
+    """Completes when the batches that a recorder is to see to their end have ended."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def Test(self) -> bool:
+        return not self._recorder.unfinished
 
 
 class Timeline:
@@ -45,82 +57,135 @@ class Timeline:
         changed: Callable[[Recorder | None], object],
     ) -> None:
         self.recorder: Recorder | None = None
+        self.asked = ""
+        """The file of the timeline that this rank has asked for and not asked to end."""
         self._comm = comm
         self._clock = clock
         self._changed = changed
         self._path = ""
         self._offset = 0.0
-        self._writers: list[threading.Thread] = []
+        self._unsaved: dict[Recorder, str] = {}
+        """What is recorded, or on its way to rank 0, and the file that it is for."""
+        self._writer: threading.Thread | None = None
 
     def start(self, path: str, mark_cycles: bool) -> Operation[None] | None:
         """Begin to record; return what is to be done beside that, on every rank."""
         if self.recorder is not None:
-            logger.warning(
-                "a timeline is being recorded already, to %s; the one to %s is not started",
-                self._path,
-                path,
-            )
+            # Scripts are the same on all ranks: each of them may have asked.
+            if path != self._path and self._comm.rank == 0:
+                logger.warning(
+                    "a timeline is being recorded already, to %s; the one to %s is not started: "
+                    "call stop_timeline() first",
+                    self._path,
+                    path,
+                )
             return None
+        if self._comm.rank == 0:
+            _try_folder(path)
         self._path = path
-        self.recorder = Recorder(self._clock, mark_cycles)
+        self.recorder = Recorder(self._clock, mark_cycles, events_of_each(self._comm.size))
+        self._unsaved[self.recorder] = path
         self._changed(self.recorder)
         return self._compare()
 
-    def stop(self) -> Operation[None] | None:
-        """End the recording; return the operation that brings it to rank 0, on every rank."""
-        recorder, self.recorder = self.recorder, None
-        if recorder is None:
+    def stop(self, path: str = "") -> Operation[None] | None:
+        """End the recording; return the operation that brings it to rank 0, on every rank.
+
+        Args:
+            path: the file of the one that is meant, "" for any. A rank that is late with
+                ending one must not end the next.
+        """
+        if self.recorder is None or path not in ("", self._path):
             return None
+        recorder, self.recorder = self.recorder, None
         self._changed(None)
         return self._collect(recorder, self._path)
 
-    def finish(self) -> None:
+    def finish(self, timeout: float | None = None) -> None:
         """Return when all files are written."""
-        for writer in self._writers:
-            writer.join()
-        self._writers.clear()
+        if self._writer is not None:
+            self._writer.join(timeout)
 
     def rescue(self) -> None:
         """Write what this rank has recorded, since the job is about to end badly."""
-        recorder, self.recorder = self.recorder, None
-        if recorder is not None:
-            path = Path(self._path)
-            own = path.with_name(f"{path.stem}.rank{self._comm.rank}{path.suffix}")
-            _write(str(own), [self._part(recorder)])
+        self.recorder = None
+        for recorder, path in list(self._unsaved.items()):
+            self._unsaved.pop(recorder, None)
+            own = Path(path)
+            own = own.with_name(f"{own.stem}.rank{self._comm.rank}{own.suffix}")
+            _write(str(own), [self._part(recorder)], self._comm.size)
+        self.finish(_RESCUE_TIME)
 
     def _compare(self) -> Operation[None]:
         self._offset = yield from compare_clocks(self._comm, self._clock)
 
     def _part(self, recorder: Recorder) -> RankEvents:
-        return RankEvents(self._comm.rank, self._offset, list(recorder.events), recorder.lost)
+        return RankEvents(self._comm.rank, self._offset, recorder.events(), recorder.lost)
 
     def _collect(self, recorder: Recorder, path: str) -> Operation[None]:
         comm = self._comm
+        yield _Finished(recorder)
         own = self._part(recorder)
         if comm.rank:
             message: Array = np.frombuffer(pickle.dumps(tuple(own)), dtype=np.uint8)
             yield comm.isend(message, 0, _EVENTS_TAG)
+            self._unsaved.pop(recorder, None)
             return
         parts = [own]
         for source in range(1, comm.size):
             data = yield from receive(comm, source, _EVENTS_TAG)
             parts.append(RankEvents(*pickle.loads(data.tobytes())))
         # Not a daemon: the file must be complete when the program ends.
-        writer = threading.Thread(target=_write, args=(path, parts), name="hvdlite-timeline")
-        writer.start()
-        self._writers.append(writer)
+        previous = self._writer
+        self._writer = threading.Thread(
+            target=_write_after, args=(previous, path, parts, comm.size), name="hvdlite-timeline"
+        )
+        self._writer.start()
+        self._unsaved.pop(recorder, None)
 
 
-def _write(path: str, parts: list[RankEvents]) -> None:
+def _write_after(
+    previous: threading.Thread | None, path: str, parts: list[RankEvents], size: int
+) -> None:
+    if previous is not None:
+        previous.join()  # it may be writing the same file
+    _write(path, parts, size)
+
+
+def _write(path: str, parts: list[RankEvents], size: int) -> None:
     try:
-        write_trace(path, parts)
-    except OSError as error:
+        write_trace(path, parts, size)
+    except Exception as error:  # whatever it is, the job does not end for it
         logger.error("the timeline cannot be written to %s: %s", path, error)
 
 
-def check_start(path: Any, mark_cycles: Any) -> tuple[str, bool]:
-    """Return the arguments of `start_timeline` in their own types, or raise TypeError."""
+def _try_folder(path: str) -> None:
+    """Warn at the start, rather than after hours, when the file cannot be written."""
+    folder = Path(path).parent
     try:
-        return str(Path(path)), bool(mark_cycles)
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        logger.warning("the timeline could not be written to %s: %s", path, error)
+        return
+    if os.path.isdir(path) or not os.access(folder, os.W_OK):
+        what = "it is a folder" if os.path.isdir(path) else f"no permission to write in {folder}"
+        logger.warning("the timeline could not be written to %s: %s", path, what)
+
+
+def check_start(path: Any, mark_cycles: Any) -> tuple[str, bool]:
+    """Return the arguments of `start_timeline` in their own types.
+
+    Raises:
+        TypeError: the path is none.
+        ValueError: it cannot be that of a file.
+    """
+    try:
+        text = os.fspath(path)
     except TypeError:
-        raise TypeError(f"start_timeline: file_path must be a path, not {path!r}.") from None
+        text = path
+    if not isinstance(text, str):
+        raise TypeError(f"start_timeline: file_path must be a path, not {path!r}.")
+    if not Path(text).name or text.endswith("/") or "\0" in text:
+        raise ValueError(f"start_timeline: file_path must name a file; {path!r} does not.")
+    # Rank 0 writes it, maybe after somebody has changed the working directory.
+    return os.path.abspath(text), bool(mark_cycles)

@@ -14,9 +14,6 @@ from typing import Any, NamedTuple
 
 __all__ = ["RankEvents", "trace_events", "write_trace"]
 
-_LANES, _ROUNDS, _WAITS = 1, 8, 9
-"""Rows of a rank."""
-
 Event = dict[str, Any]
 
 
@@ -30,107 +27,168 @@ class RankEvents(NamedTuple):
     lost: int
 
 
-def write_trace(path: str, parts: Sequence[RankEvents]) -> None:
-    """Write the timeline of all ranks, complete or not at all."""
+def write_trace(path: str, parts: Sequence[RankEvents], size: int) -> None:
+    """Write a timeline, complete or not at all.
+
+    Args:
+        path: of the file; folders that are missing are made.
+        parts: of all ranks, or of some.
+        size: ranks of the job.
+    """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = target.with_name(f"{target.name}.{os.getpid()}.part")
-    with unfinished.open("w", encoding="utf-8") as file:
-        file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
-        for i, event in enumerate(trace_events(parts)):
-            file.write((",\n" if i else "") + json.dumps(event, separators=(",", ":")))
-        lost = {str(part.rank): part.lost for part in parts if part.lost}
-        about = {"producer": "hvdlite", "ranks": len(parts), "lost_events": lost}
-        file.write('\n], "otherData": ' + json.dumps(about) + "}\n")
-    unfinished.replace(target)
+    try:
+        with unfinished.open("w", encoding="utf-8") as file:
+            file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+            for i, event in enumerate(trace_events(parts, size)):
+                file.write((",\n" if i else "") + json.dumps(event, separators=(",", ":")))
+            about = {
+                "producer": "hvdlite",
+                "size": size,
+                "ranks": [part.rank for part in parts],
+                "lost_events": {str(part.rank): part.lost for part in parts if part.lost},
+            }
+            file.write('\n], "otherData": ' + json.dumps(about) + "}\n")
+        unfinished.replace(target)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
-def trace_events(parts: Sequence[RankEvents]) -> Iterator[Event]:
+def trace_events(parts: Sequence[RankEvents], size: int) -> Iterator[Event]:
     """Yield the events of the file, times in microseconds from the first one."""
     origin = min(
         (_begin(event) + part.offset for part in parts for event in part.events), default=0.0
     )
-    submitted = _submissions(parts)
+    submissions = _Submissions(parts, size)
     for part in parts:
-        shift = part.offset - origin
-        yield from _rows(part.rank)
-        for number, event in enumerate(part.events):
-            kind = event[0]
-            if kind == "negotiate":
-                yield from _negotiation(part.rank, number, event, shift, submitted)
-            elif kind == "cycle":
-                _, begin, end, round_, ready = event
-                args = {"round": round_, "ready": ready}
-                yield _span(part.rank, _ROUNDS, "round", begin + shift, end - begin, args)
-            elif kind == "wait":
-                _, name, begin, end = event
-                yield _span(part.rank, _WAITS, "wait", begin + shift, end - begin, {"tensor": name})
-            else:
-                _, names, begin, end, round_, lane, nbytes = event
-                args = {"tensors": list(names), "bytes": nbytes, "round": round_}
-                yield _span(part.rank, _LANES + lane, kind, begin + shift, end - begin, args)
+        yield from _Rank(part, part.offset - origin, submissions).trace()
 
 
 def _begin(event: tuple[Any, ...]) -> float:
     return float(event[1] if event[0] == "cycle" else event[2])
 
 
-_Key = tuple[str, int, int]
+class _Submissions:
+    """When each rank submitted what, across all parts."""
+
+    def __init__(self, parts: Sequence[RankEvents], size: int) -> None:
+        self._times: dict[tuple[str, int, int], dict[int, float]] = {}
+        # Rounds of which a rank has events, by process set: it may have lost earlier ones, and
+        # sets begin and end at their own rounds.
+        self._rounds: dict[int, dict[int, tuple[int, int]]] = {}
+        self._is_whole = len(parts) == size
+        for part in parts:
+            for event in part.events:
+                if event[0] == "negotiate":
+                    _, name, begin, _, round_, set_id, *_ = event
+                    times = self._times.setdefault((name, round_, set_id), {})
+                    times[part.rank] = begin + part.offset
+                elif event[0] == "move":
+                    _, _, _, _, round_, set_id, *_ = event
+                else:
+                    continue
+                rounds = self._rounds.setdefault(set_id, {})
+                first, last = rounds.get(part.rank, (round_, round_))
+                rounds[part.rank] = min(first, round_), max(last, round_)
+
+    def of(self, name: str, round_: int, set_id: int) -> dict[int, float]:
+        """Return the ranks' times of submission."""
+        return self._times[name, round_, set_id]
+
+    def is_complete(self, round_: int, set_id: int) -> bool:
+        """Whether no rank's submissions in that round are missing."""
+        return self._is_whole and all(
+            first <= round_ <= last for first, last in self._rounds[set_id].values()
+        )
 
 
-def _submissions(parts: Sequence[RankEvents]) -> dict[_Key, dict[int, float]]:
-    """Return when each rank submitted each tensor, by name, round and process set."""
-    times: dict[_Key, dict[int, float]] = {}
-    for part in parts:
-        for event in part.events:
-            if event[0] == "negotiate":
-                _, name, begin, _, round_, set_id, *_ = event
-                times.setdefault((name, round_, set_id), {})[part.rank] = begin + part.offset
-    return times
+class _Rank:
+    """The part of one rank in the file."""
 
+    def __init__(self, part: RankEvents, shift: float, submissions: _Submissions) -> None:
+        self._part = part
+        self._shift = shift
+        self._submissions = submissions
+        self._rows: dict[tuple[str, int, int], int] = {}
 
-def _negotiation(
-    rank: int,
-    number: int,
-    event: tuple[Any, ...],
-    shift: float,
-    submitted: dict[_Key, dict[int, float]],
-) -> Iterator[Event]:
-    _, name, begin, end, round_, set_id, kind, nbytes = event
-    ranks = submitted[name, round_, set_id]
-    first = min(ranks.values())
-    args = {
-        "kind": kind,
-        "bytes": nbytes,
-        "round": round_,
-        "process_set": set_id,
-        "ready_ms": {str(r): round((t - first) * 1e3, 3) for r, t in sorted(ranks.items())},
-        "last_rank": max(ranks, key=lambda r: ranks[r]),
-    }
-    common = {"name": name, "cat": "negotiate", "id": number, "pid": rank, "tid": 0}
-    yield {**common, "ph": "b", "ts": _micro(begin + shift), "args": args}
-    yield {**common, "ph": "e", "ts": _micro(end + shift)}
+    def trace(self) -> Iterator[Event]:
+        rank = self._part.rank
+        yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
+        yield {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
+        for number, event in enumerate(self._part.events):
+            what = event[0]
+            if what == "negotiate":
+                yield from self._negotiation(number, event)
+            elif what == "cycle":
+                _, begin, end, round_, set_id, ready = event
+                row = self._row("rounds", set_id, 0)
+                yield self._span(row, "round", begin, end, {"round": round_, "ready": ready})
+            elif what == "wait":
+                _, name, begin, end, thread = event
+                row = self._row("waiting", 0, thread)
+                yield self._span(row, "wait", begin, end, {"tensor": name})
+            else:
+                _, names, begin, end, round_, set_id, lane, count, nbytes = event
+                args = {
+                    "tensors": list(names),
+                    "count": count,
+                    "bytes": nbytes,
+                    "round": round_,
+                    "process_set": set_id,
+                }
+                yield self._span(self._row("batches", set_id, lane), what, begin, end, args)
+        yield from self._row_names()
 
+    def _negotiation(self, number: int, event: tuple[Any, ...]) -> Iterator[Event]:
+        rank = self._part.rank
+        _, name, begin, end, round_, set_id, kind, nbytes = event
+        ranks = self._submissions.of(name, round_, set_id)
+        first = min(ranks.values())
+        args = {
+            "kind": kind,
+            "bytes": nbytes,
+            "round": round_,
+            "process_set": set_id,
+            "late_ms": round((ranks[rank] - first) * 1e3, 3),
+        }
+        if self._submissions.is_complete(round_, set_id):
+            args["last_rank"] = max(ranks, key=lambda r: ranks[r])
+        if rank == min(ranks):
+            # Of all ranks, once: on every one of them it would grow with their square.
+            args["ready_ms"] = {
+                str(r): round((t - first) * 1e3, 3) for r, t in sorted(ranks.items())
+            }
+        # An identifier of its own across all ranks: viewers join events that share one.
+        common = {"name": name, "cat": "negotiate", "id": f"{rank}.{number}", "pid": rank, "tid": 0}
+        yield {**common, "ph": "b", "ts": self._micro(begin), "args": args}
+        yield {**common, "ph": "e", "ts": self._micro(end)}
 
-def _rows(rank: int) -> Iterator[Event]:
-    names = {_LANES: "batches", _LANES + 1: "batches (2)", _ROUNDS: "rounds", _WAITS: "waiting"}
-    yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
-    yield {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
-    for row, name in names.items():
-        yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": row, "args": {"name": name}}
+    def _span(self, row: int, name: str, begin: float, end: float, args: Event) -> Event:
+        ts = self._micro(begin)
+        # From rounded times, so that what follows at once does not seem to overlap.
+        duration = round(self._micro(end) - ts, 1)
+        rank = self._part.rank
+        return {
+            "ph": "X", "name": name, "pid": rank, "tid": row, "ts": ts, "dur": duration,
+            "args": args,
+        }  # fmt: skip
 
+    def _micro(self, seconds: float) -> float:
+        return round((seconds + self._shift) * 1e6, 1)
 
-def _span(rank: int, row: int, name: str, begin: float, length: float, args: Event) -> Event:
-    return {
-        "ph": "X",
-        "name": name,
-        "pid": rank,
-        "tid": row,
-        "ts": _micro(begin),
-        "dur": _micro(length),
-        "args": args,
-    }
+    def _row(self, what: str, set_id: int, lane: int) -> int:
+        return self._rows.setdefault((what, set_id, lane), len(self._rows) + 1)
 
-
-def _micro(seconds: float) -> float:
-    return round(seconds * 1e6, 1)
+    def _row_names(self) -> Iterator[Event]:
+        seen: dict[tuple[str, int], int] = {}
+        order = ("batches", "rounds", "waiting")
+        for what, set_id, lane in sorted(self._rows, key=lambda row: (order.index(row[0]), row)):
+            row = self._rows[what, set_id, lane]
+            nth = seen[what, set_id] = seen.get((what, set_id), 0) + 1
+            name = what + (f" of process set {set_id}" if set_id else "")
+            name += f" ({nth})" if nth > 1 else ""
+            common = {"ph": "M", "pid": self._part.rank, "tid": row}
+            yield {**common, "name": "thread_name", "args": {"name": name}}
+            place = 100 * order.index(what) + 2 * set_id + nth
+            yield {**common, "name": "thread_sort_index", "args": {"sort_index": place}}

@@ -28,7 +28,7 @@ SIZES = [2, 3, 5]
 class Job:
     """Engines of all ranks in one thread, with a clock that moves when they are stepped."""
 
-    def __init__(self, size, seed=0, stall=None, capacity=16, tick=0.001):
+    def __init__(self, size, seed=0, stall=None, capacity=16, tick=0.001, skews=None):
         self.now = 0.0
         self.tick = tick
         self.order = random.Random(seed)
@@ -41,7 +41,7 @@ class Job:
                 data[r],
                 lambda comm, ranks: make_transport(comm, Settings()),
                 options,
-                clock=lambda: self.now,
+                clock=lambda skew=skews[r] if skews else 0.0: self.now + skew,
             )
             for r, comm in enumerate(self.world.communicators)
         ]

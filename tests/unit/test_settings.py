@@ -40,6 +40,8 @@ OURS = {
     "TRANSPORT": "transport",
     "SEGMENT_BYTES": "segment_bytes",
     "SMALL_BYTES": "small_bytes",
+    "METRICS_PORT": "metrics_port",
+    "METRICS_HOST": "metrics_host",
     "ABORT_ON_EXCEPTION": "abort_on_exception",
 }
 SAMPLES = {
@@ -59,6 +61,8 @@ SAMPLES = {
     "TRANSPORT": ("ring", "ring"),
     "SEGMENT_BYTES": ("65536", 65536),
     "SMALL_BYTES": ("0", 0),
+    "METRICS_PORT": ("9400", 9400),
+    "METRICS_HOST": ("0.0.0.0", "0.0.0.0"),
     "ABORT_ON_EXCEPTION": ("false", False),
 }
 SPELLINGS = [
@@ -100,6 +104,8 @@ def test_defaults() -> None:
         "transport": "auto",
         "segment_bytes": 256 * 1024,
         "small_bytes": 16 * 1024,
+        "metrics_port": 0,
+        "metrics_host": "127.0.0.1",
         "abort_on_exception": True,
     }
 
@@ -372,3 +378,15 @@ def test_readme_is_in_step() -> None:
         "the settings table of README.md is out of date; "
         "python -c 'from hvdlite.settings import settings_table; print(settings_table())'"
     )
+
+
+@pytest.mark.parametrize("text", ["65536", "-1", "http", "8.0"])
+def test_ports_have_16_bits(text: str) -> None:
+    with pytest.raises(SettingsError, match="a port number, 0 to 65535"):
+        read(HVDLITE_METRICS_PORT=text)
+
+
+@pytest.mark.parametrize("text", ["/tmp/", ".", "a/..", "x\0y"])
+def test_a_timeline_needs_the_name_of_a_file(text: str) -> None:
+    with pytest.raises(SettingsError, match="the name of a file"):
+        read(HVDLITE_TIMELINE=text)

@@ -1,0 +1,7 @@
+"""`python -m hvdlite.timeline FILE`."""
+
+import sys
+
+from .analysis import main
+
+sys.exit(main())
