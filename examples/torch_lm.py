@@ -32,7 +32,7 @@ import hvdlite_torch as hvd
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="A language model with hvdlite and PyTorch")
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--batch-size", type=int, default=16, help="windows per rank and pass")
+    parser.add_argument("--batch-size", type=int, default=8, help="windows per rank and pass")
     parser.add_argument("--passes", type=int, default=2, help="backward passes per step")
     parser.add_argument("--window", type=int, default=64, help="bytes that the model looks at")
     parser.add_argument("--width", type=int, default=64)

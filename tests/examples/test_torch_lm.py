@@ -53,15 +53,15 @@ def _assert_equal(one: Path, other: Path) -> None:
 
 
 def test_learns_text_and_resumes(tmp_path: Path) -> None:
-    result = _run(2, tmp_path / "whole.pt", 2, 150_000)
+    result = _run(2, tmp_path / "whole.pt", 2, 180_000)
     by_frequency = _bits("by frequency alone", result.stdout)
     assert 4 < by_frequency < 6, result  # plain text
     bits = _bits("validation", result.stdout)
-    assert 1 < bits < by_frequency - 1, result
+    assert 1 < bits < by_frequency - 1.3, result
 
-    first = _run(2, tmp_path / "parts.pt", 1, 150_000)
+    first = _run(2, tmp_path / "parts.pt", 1, 180_000)
     assert "resumed" not in first.stdout
-    second = _run(2, tmp_path / "parts.pt", 2, 150_000)
+    second = _run(2, tmp_path / "parts.pt", 2, 180_000)
     assert "resumed after epoch 1" in second.stdout and "epoch 1:" not in second.stdout
     assert _bits("validation", second.stdout) == bits
     _assert_equal(tmp_path / "whole.pt", tmp_path / "parts.pt")
@@ -70,7 +70,7 @@ def test_learns_text_and_resumes(tmp_path: Path) -> None:
 
 def test_alone_and_interrupted(tmp_path: Path) -> None:
     checkpoint = tmp_path / "lm.pt"
-    command = [sys.executable, str(SCRIPT), "--checkpoint", str(checkpoint), "--bytes", "30000"]
+    command = [sys.executable, str(SCRIPT), "--checkpoint", str(checkpoint), "--bytes", "20000"]
     environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[1]), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         [*command, "--epochs", "1000"],
@@ -82,7 +82,7 @@ def test_alone_and_interrupted(tmp_path: Path) -> None:
     try:
         assert process.stdout is not None
         for line in process.stdout:
-            if line.startswith("epoch 2:"):
+            if line.startswith("epoch 1:"):
                 process.send_signal(signal.SIGINT)
                 break
         _, errors = process.communicate(timeout=slower(30))
@@ -92,7 +92,7 @@ def test_alone_and_interrupted(tmp_path: Path) -> None:
     assert process.returncode == 1, errors
     assert "interrupted" in errors and "Traceback" not in errors, errors
     epochs = torch.load(checkpoint)["progress"]["epochs"]
-    assert epochs >= 2
-    resumed = _run(None, checkpoint, epochs + 1, 30_000)
+    assert epochs >= 1
+    resumed = _run(None, checkpoint, epochs + 1, 20_000)
     assert f"resumed after epoch {epochs}" in resumed.stdout, resumed
     assert f"epoch {epochs + 1}:" in resumed.stdout, resumed
