@@ -17,9 +17,11 @@ from hvdlite.world import engine
 
 from .async_ops import allreduce_async
 from .bucket_set import BucketSet
-from .buckets import Reduction, Slot
+from .buckets import Bucket, DiscardedStepError, Reduction, Slot
 from .eager import eager
 from .names import Label
+from .passes import BackwardPasses
+from .progress import announce, wait
 
 __all__ = ["Reducer"]
 
@@ -74,6 +76,7 @@ class Reducer:
         self._buckets = BucketSet(label, groups, reduction, bucket_bytes)
         self._slots: dict[int, Slot] = {}
         self._observed: list[Slot] = []
+        self._passes = BackwardPasses()
         self._hooks: list[Any] = []
         self._completed = 0
         self._fresh = False
@@ -143,14 +146,32 @@ class Reducer:
 
     @eager
     def _accumulated(self, slot: Slot) -> None:
+        number = self._passes.current(self._pass_ended)
+        bucket = slot.bucket
+        under_way = bucket is not None and bucket.handle is not None
+        if number == slot.pass_number and slot.passes:
+            if not slot.recurs and under_way:
+                raise RuntimeError(
+                    f"rank {hvdlite.rank()}: the gradient of {slot.name!r} came a second time in "
+                    "one backward pass, when its bucket was under way already. Reentrant "
+                    "checkpointing of a parameter that is used several times has to be there "
+                    "from the first step on; or use checkpoint(..., use_reentrant=False)."
+                )
+            slot.recurs = True
+            if bucket is not None and not slot.sparse_dim and not slot.holds_sparse:
+                bucket.take(slot)
+            return
         if slot.passes >= self.passes_per_step:
             raise AssertionError(
-                f"The gradient of {slot.name!r} was computed more than "
+                f"rank {hvdlite.rank()}: the gradient of {slot.name!r} was computed more than "
                 f"backward_passes_per_step={self.passes_per_step} times before step() or "
-                "synchronize(). Call one of them first, or raise backward_passes_per_step."
+                "synchronize(). Call one of them first, or raise backward_passes_per_step; "
+                "after a backward pass that failed call optimizer.zero_grad()."
             )
         if not self._fresh:
             self._meet_engine()
+            bucket = slot.bucket
+        slot.pass_number = number
         slot.passes += 1
         self._fresh = True
         self._settled = None
@@ -158,39 +179,82 @@ class Reducer:
             self._observed.append(slot)
         if slot.passes == self.passes_per_step:
             self._completed += 1
-        bucket = slot.bucket
         if bucket is None or slot.sparse_dim or slot.holds_sparse:
             return
         if bucket.handle is not None:
             raise RuntimeError(
-                f"The gradient of {slot.name!r} came when its bucket was under way already: "
-                "requires_grad changed between backward passes of one step."
+                f"rank {hvdlite.rank()}: the gradient of {slot.name!r} came when its bucket was "
+                "under way already: requires_grad changed between backward passes of one step."
             )
         bucket.take(slot)
         if slot.passes == self.passes_per_step:
             bucket.ready += 1
             if bucket.is_complete():
-                bucket.submit()
+                self._buckets.submit(bucket)
+
+    def _pass_ended(self) -> None:
+        """Begin to agree on buckets as early as this rank knows what it has."""
+        if self._completed and self.active and not self._buckets.is_agreeing:
+            self._propose()
+        self.advance()
+
+    def _propose(self) -> None:
+        slots = [s for s in self._slots.values() if s.bucket is None and not s.sparse_dim]
+        if slots:
+            self._buckets.propose(self._in_observed_order(slots))
+            announce(self)
+
+    def advance(self) -> bool:
+        """Submit buckets that have been agreed upon, and return whether others have not."""
+        self._submit_complete(self._buckets.agree_if_ready())
+        return self._buckets.is_agreeing
+
+    def _submit_complete(self, buckets: Sequence[Bucket]) -> None:
+        for bucket in buckets:
+            bucket.ready = sum(
+                slot.passes == self.passes_per_step and not slot.sparse_dim for slot in bucket.slots
+            )
+            if bucket.is_complete():
+                self._buckets.submit(bucket)
 
     @eager
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Reset the gradients, as the optimizer itself would.
 
+        After a backward pass that ended in an error this discards the step, of which parts may
+        have been reduced already: all ranks have to call it then.
+
         Raises:
             AssertionError: gradients of the last backward pass are still to be reduced.
         """
-        if self._completed:
+        if self._completed and not self._passes.failed:
             raise AssertionError(
-                "zero_grad() was called after backward() and before step() or synchronize(), "
-                "while gradients are being reduced. Call it before backward(), or call "
-                "synchronize() first."
+                f"rank {hvdlite.rank()}: zero_grad() was called after backward() and before "
+                "step() or synchronize(), while gradients are being reduced. Call it before "
+                "backward(), or call synchronize() first."
             )
+        if self._completed:
+            self._discard()
         optimizer = self.optimizer
         type(optimizer).zero_grad(optimizer, *args, **kwargs)
+        self._begin_anew()
+        self._settled = None
+
+    def _discard(self) -> None:
+        """Give up a step whose backward pass has failed, as all ranks have to."""
+        try:
+            self._buckets.discard()
+        except BaseException:
+            self._buckets.drain()
+            self._forget()
+            raise
+
+    def _begin_anew(self) -> None:
         for slot in self._slots.values():
             slot.passes = 0
+        self._passes.forget()
+        self._completed = 0
         self._fresh = False
-        self._settled = None
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Set how many backward passes accumulate (as a sum) before gradients are reduced.
@@ -247,8 +311,9 @@ class Reducer:
         if self._skipping:
             if self._fresh:
                 raise RuntimeError(
-                    "step() was called within skip_synchronize(), but the gradients of the last "
-                    "backward pass have not been reduced: call synchronize() first."
+                    f"rank {hvdlite.rank()}: step() was called within skip_synchronize(), but the "
+                    "gradients of the last backward pass have not been reduced: call "
+                    "synchronize() first."
                 )
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -286,12 +351,13 @@ class Reducer:
                 return None
             is_tensor = isinstance(loss, torch.Tensor)
             value = loss.detach() if is_tensor else torch.tensor(float(loss), dtype=torch.float64)
-            total = allreduce_async(
+            handle = allreduce_async(
                 value,
                 name=f"{self.label}.loss",
                 op=self.reduction.op,
                 process_set=self.reduction.process_set,
-            ).wait()
+            )
+            total = wait(handle)
             return total if is_tensor else total.item()
 
         setattr(evaluate, _REDUCED, True)
@@ -311,20 +377,21 @@ class Reducer:
             return
         try:
             self._adopt(self.optimizer)
-            waiting = [s for s in self._slots.values() if s.bucket is None and not s.sparse_dim]
-            if waiting:
-                self._buckets.add(self._in_observed_order(waiting))
+            if self._buckets.is_agreeing:
+                self._submit_complete(self._buckets.agree())
+            self._propose()
+            if self._buckets.is_agreeing:
+                self._buckets.agree()
             self._buckets.reduce()
+        except DiscardedStepError:
+            raise
         except BaseException as error:
             if isinstance(error, Exception):  # and nobody is impatient
                 self._buckets.drain()
             self._forget()
             raise
         finally:
-            for slot in self._slots.values():
-                slot.passes = 0
-            self._completed = 0
-            self._fresh = False
+            self._begin_anew()
 
     def _in_observed_order(self, slots: Sequence[Slot]) -> list[Slot]:
         """Sort by when gradients came; those that didn't, last registered first."""
