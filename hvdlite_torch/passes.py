@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import torch
+
+from .eager import eager
 
 __all__ = ["BackwardPasses"]
 
@@ -45,9 +48,10 @@ class BackwardPasses:
         if task not in self._running:
             self._running.add(task)
             engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
-            engine.queue_callback(lambda: self._left(task, len(frames) <= 1, at_end))
+            engine.queue_callback(functools.partial(self._left, task, len(frames) <= 1, at_end))
         return self._number
 
+    @eager
     def _left(self, task: int, is_outermost: bool, at_end: Callable[[], None]) -> None:
         self._running.discard(task)
         if is_outermost:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,20 +15,19 @@ from torch.utils.weak import WeakIdKeyDictionary
 import hvdlite
 from hvdlite.world import engine
 
-from .async_ops import allreduce_async
+from .arguments import checked_integer, whereabouts
 from .bucket_set import BucketSet
 from .buckets import Bucket, DiscardedStepError, Reduction, Slot
+from .closures import is_reduced, reduced
 from .eager import eager
 from .names import Label
 from .passes import BackwardPasses
-from .progress import announce, wait
+from .progress import announce
 
 __all__ = ["Reducer"]
 
 _owners: Any = WeakIdKeyDictionary()
 """Which reducer, by weak reference, a parameter's gradient belongs to."""
-
-_REDUCED = "_hvdlite_reduced"
 
 
 class _Settled(enum.Enum):
@@ -152,7 +151,7 @@ class Reducer:
         if number == slot.pass_number and slot.passes:
             if not slot.recurs and under_way:
                 raise RuntimeError(
-                    f"rank {hvdlite.rank()}: the gradient of {slot.name!r} came a second time in "
+                    f"{whereabouts()}: the gradient of {slot.name!r} came a second time in "
                     "one backward pass, when its bucket was under way already. Reentrant "
                     "checkpointing of a parameter that is used several times has to be there "
                     "from the first step on; or use checkpoint(..., use_reentrant=False)."
@@ -163,7 +162,7 @@ class Reducer:
             return
         if slot.passes >= self.passes_per_step:
             raise AssertionError(
-                f"rank {hvdlite.rank()}: the gradient of {slot.name!r} was computed more than "
+                f"{whereabouts()}: the gradient of {slot.name!r} was computed more than "
                 f"backward_passes_per_step={self.passes_per_step} times before step() or "
                 "synchronize(). Call one of them first, or raise backward_passes_per_step; "
                 "after a backward pass that failed call optimizer.zero_grad()."
@@ -183,7 +182,7 @@ class Reducer:
             return
         if bucket.handle is not None:
             raise RuntimeError(
-                f"rank {hvdlite.rank()}: the gradient of {slot.name!r} came when its bucket was "
+                f"{whereabouts()}: the gradient of {slot.name!r} came when its bucket was "
                 "under way already: requires_grad changed between backward passes of one step."
             )
         bucket.take(slot)
@@ -229,7 +228,7 @@ class Reducer:
         """
         if self._completed and not self._passes.failed:
             raise AssertionError(
-                f"rank {hvdlite.rank()}: zero_grad() was called after backward() and before "
+                f"{whereabouts()}: zero_grad() was called after backward() and before "
                 "step() or synchronize(), while gradients are being reduced. Call it before "
                 "backward(), or call synchronize() first."
             )
@@ -260,15 +259,15 @@ class Reducer:
         """Set how many backward passes accumulate (as a sum) before gradients are reduced.
 
         Raises:
-            ValueError: `passes` is not a positive number.
+            TypeError: `passes` is not a whole number.
+            ValueError: `passes` is not positive.
             RuntimeError: gradients are being reduced.
         """
-        if passes < 1:
-            raise ValueError(f"backward_passes_per_step must be at least 1, not {passes}.")
+        passes = checked_integer(passes, "set_backward_passes_per_step", "passes", 1)
         if self._completed:
             raise RuntimeError(
-                "backward_passes_per_step cannot change while gradients are being reduced: "
-                "call it before backward(), or after step() or synchronize()."
+                f"{whereabouts()}: backward_passes_per_step cannot change while gradients are "
+                "being reduced: call it before backward(), or after step() or synchronize()."
             )
         self.passes_per_step = passes
         for slot in self._slots.values():
@@ -311,16 +310,16 @@ class Reducer:
         if self._skipping:
             if self._fresh:
                 raise RuntimeError(
-                    f"rank {hvdlite.rank()}: step() was called within skip_synchronize(), but the "
+                    f"{whereabouts()}: step() was called within skip_synchronize(), but the "
                     "gradients of the last backward pass have not been reduced: call "
                     "synchronize() first."
                 )
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is not None and callable(closure):
-            if not self.active or hasattr(closure, _REDUCED):
+            if not self.active or is_reduced(closure):
                 return None
-            closure = self._reduced(closure)
+            closure = reduced(closure, self.settle, f"{self.label}.loss", self.reduction)
             if "closure" in kwargs:
                 return args, {**kwargs, "closure": closure}
             return (args[0], closure, *args[2:]), kwargs
@@ -338,38 +337,13 @@ class Reducer:
         """Note that the gradients have served their purpose."""
         self._settled = None
 
-    def _reduced(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a closure after which gradients and the loss are those of all ranks.
-
-        The loss too: optimizers decide by it how to go on, and have to decide alike.
-        """
-
-        def evaluate(*args: Any, **kwargs: Any) -> Any:
-            loss = closure(*args, **kwargs)
-            self.settle()
-            if loss is None:
-                return None
-            is_tensor = isinstance(loss, torch.Tensor)
-            value = loss.detach() if is_tensor else torch.tensor(float(loss), dtype=torch.float64)
-            handle = allreduce_async(
-                value,
-                name=f"{self.label}.loss",
-                op=self.reduction.op,
-                process_set=self.reduction.process_set,
-            )
-            total = wait(handle)
-            return total if is_tensor else total.item()
-
-        setattr(evaluate, _REDUCED, True)
-        return evaluate
-
     # -- reduction ----------------------------------------------------------------------
 
     def _reduce(self) -> None:
         if self._lost:
             raise RuntimeError(
-                f"{self._lost} parameter(s) of this optimizer have been passed to another "
-                "DistributedOptimizer since: only one can reduce a gradient."
+                f"{whereabouts()}: {self._lost} parameter(s) of this optimizer have been passed "
+                "to another DistributedOptimizer since: only one can reduce a gradient."
             )
         if self.active or hvdlite.is_initialized():
             self._meet_engine()

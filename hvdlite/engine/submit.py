@@ -5,6 +5,8 @@ A list of tensors is one request: it is negotiated, cached and completed as a wh
 
 from __future__ import annotations
 
+import math
+import numbers
 import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, SupportsIndex
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "allocate_buffer",
+    "factor_of",
     "submit_allgather",
     "submit_allreduce",
     "submit_alltoall",
@@ -72,8 +75,8 @@ def submit_allreduce(
         tuple(dtypes),
         _shapes(inputs),
         op,
-        prescale=float(prescale),
-        postscale=float(postscale),
+        prescale=factor_of(prescale, "prescale_factor"),
+        postscale=factor_of(postscale, "postscale_factor"),
         resident=resident,
     )
     return _submit(process_set, request, name, inputs, outputs)
@@ -206,8 +209,8 @@ def submit_reducescatter(
         tuple(dtypes),
         _shapes(inputs),
         op,
-        prescale=float(prescale),
-        postscale=float(postscale),
+        prescale=factor_of(prescale, "prescale_factor"),
+        postscale=factor_of(postscale, "postscale_factor"),
     )
     return _submit(process_set, request, name, inputs, [None] * len(inputs))
 
@@ -242,6 +245,25 @@ def allocate_buffer(nbytes: int, process_set: ProcessSet | None = None) -> Array
     buffer = engine().channels[set_id].transport.allocate(nbytes)
     buffer[...] = 0
     return buffer
+
+
+def factor_of(value: object, argument: str) -> float:
+    """Return a factor as a finite float.
+
+    Raises:
+        TypeError: it is not a real number.
+        ValueError: it is infinite or not a number.
+    """
+    scalar = getattr(value, "ndim", None) == 0 and hasattr(value, "__float__")
+    if isinstance(value, bool) or not (isinstance(value, numbers.Real) or scalar):
+        raise TypeError(
+            f"rank {engine().rank}: {argument} must be a number, not {value!r} "
+            f"({type(value).__name__})."
+        )
+    number = float(value)  # type: ignore[arg-type]
+    if not math.isfinite(number):
+        raise ValueError(f"rank {engine().rank}: {argument} must be finite, not {number}.")
+    return number
 
 
 def _submit(
