@@ -235,6 +235,13 @@ class Settings:
         "How data moves: auto, ring, mpi or shared_memory.",
         horovod=False,
     )
+    bucket_bytes: int = _knob(
+        4 * 2**20,
+        _integer("bytes", minimum=1, show=_show_bytes),
+        "BUCKET_BYTES",
+        "Gradients travel in buckets of about this many bytes, unless bucket_bytes= is given.",
+        horovod=False,
+    )
     segment_bytes: int = _knob(
         256 * 2**10,
         # A segment must hold one element of the widest type.

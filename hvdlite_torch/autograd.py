@@ -198,11 +198,11 @@ class Reducescatter(torch.autograd.Function):
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         op = resolve_op(None, op)
-        ctx.op, ctx.factor = op, prescale * postscale
-        ctx.arguments = (_backward_name(name), process_set)
         handle: Handle = async_ops.grouped_reducescatter_async(
             tensors, name, op, process_set, prescale, postscale
         )
+        ctx.op, ctx.factor = op, float(prescale) * float(postscale)
+        ctx.arguments = (_backward_name(name), process_set)
         return _note_differentiable(ctx, handle.wait())
 
     @staticmethod

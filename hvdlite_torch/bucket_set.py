@@ -11,11 +11,12 @@ import torch
 
 from hvdlite import Handle
 
-from .buckets import Bucket, Reduction, Slot, distribute
+from .buckets import Bucket, DiscardedStepError, Reduction, Slot, distribute
 from .compression import NoneCompressor
 from .compressors import GradientCompressor
 from .names import Label
-from .plan import agree_on_kinds, agree_on_places
+from .plan import agree_on_kinds, agreed_places, propose_places
+from .progress import wait
 from .sparse import SparsePart, exchange_sparse
 
 __all__ = ["BucketSet"]
@@ -40,37 +41,78 @@ class BucketSet:
         self._reduction = reduction
         self._buckets: list[Bucket] = []
         self._sparse: list[Slot] = []
+        self._proposed: tuple[list[Slot], Handle] | None = None
+        self._after_discard = False
         # Never used twice: after an error the engine may still hold buckets of the old names.
         self._serial = itertools.count()
 
-    def add(self, slots: Sequence[Slot]) -> None:
-        """Agree with the other ranks on places for parameters that have none yet.
+    @property
+    def is_agreeing(self) -> bool:
+        """Whether an agreement is under way."""
+        return self._proposed is not None
+
+    def propose(self, slots: Sequence[Slot]) -> None:
+        """Begin to agree with the other ranks on places for parameters that have none yet.
 
         Args:
             slots: in the order in which their gradients were seen here.
         """
-        label = str(self.label)
-        agreed = agree_on_places(slots, self.groups, f"{label}.plan", self._reduction)
+        handle = propose_places(slots, self.groups, f"{self.label}.plan", self._reduction)
+        self._proposed = (list(slots), handle)
+
+    def agree(self) -> list[Bucket]:
+        """Wait for the agreement and return the new buckets.
+
+        Raises:
+            MismatchError: names, shapes or types of parameters differ (on every rank).
+        """
+        assert self._proposed is not None
+        slots, handle = self._proposed
+        agreed = agreed_places(slots, wait(handle))
+        self._proposed = None
         by_name = {place.name: slot for slot, place in agreed}
         self._sparse += [slot for slot, _ in agreed if slot.sparse_dim]
         dense = [place for slot, place in agreed if not slot.sparse_dim]
+        made = []
         for places in distribute(dense, *self.bucket_bytes):
-            name = f"{label}.bucket.{next(self._serial)}"
+            name = f"{self.label}.bucket.{next(self._serial)}"
             members = [by_name[place.name] for place in places]
-            self._buckets.append(Bucket(name, members, places, self._reduction))
+            made.append(Bucket(name, members, places, self._reduction))
+        self._buckets += made
+        return made
+
+    def agree_if_ready(self) -> list[Bucket]:
+        """Return the new buckets if nothing has to be waited for; leave errors to `agree`."""
+        if self._proposed is not None and self._proposed[1].done():
+            with suppress(Exception):
+                return self.agree()
+        return []
+
+    def submit(self, bucket: Bucket) -> None:
+        """Begin the reduction of one bucket, with what is there."""
+        bucket.submit(self._after_discard)
 
     def reduce(self) -> None:
         """Complete all buckets with what is there, and wait until everything is reduced."""
         for bucket in self._buckets:
             if bucket.handle is None:
-                bucket.submit()
+                self.submit(bucket)
         handle = self._exchange(self._sparse, "sparse") if self._sparse else None
         for bucket in self._buckets:
             bucket.advance()
-        surprises = [pair for bucket in self._buckets for pair in bucket.finish()]
-        if handle is not None:
-            for slot, total in zip(self._sparse, handle.wait(), strict=True):
-                slot.parameter.grad = total
+        surprises: list[tuple[Slot, bool]] = []
+        problem: DiscardedStepError | None = None
+        for bucket in self._buckets:
+            try:
+                surprises += bucket.finish()
+            except DiscardedStepError as error:  # of which all ranks that step know
+                problem = error
+        totals = [] if handle is None else wait(handle)
+        self._after_discard = problem is not None
+        if problem is not None:
+            raise problem
+        for slot, total in zip(self._sparse, totals, strict=False):
+            slot.parameter.grad = total
         if surprises:
             self._reduce_surprises(surprises)
 
@@ -83,16 +125,33 @@ class BucketSet:
                 slot.parameter.grad = None
         name = f"{self.label}.surprise"
         agree_on_kinds(slots, f"{name}.kinds", self._reduction.process_set)
-        totals = self._exchange(slots, "surprise").wait()
+        totals = wait(self._exchange(slots, "surprise"))
         for (slot, dense_too), total in zip(surprises, totals, strict=True):
             # From now on outside the bucket, where the place stays empty.
             slot.parameter.grad = slot.view.to(total.device) + total if dense_too else total
         self._sparse += slots
 
-    def _exchange(self, slots: Sequence[Slot], what: str) -> Handle:
+    def discard(self) -> None:
+        """Reduce the rest of a step that all ranks discard, so that none waits for another."""
+        if not self._buckets and not self._sparse:
+            return
+        for bucket in self._buckets:
+            if bucket.handle is None:
+                bucket.discard()
+        handle = self._exchange(self._sparse, "sparse", empty=True) if self._sparse else None
+        for bucket in self._buckets:
+            wait(bucket.handle)
+            bucket.end_exchange()
+            bucket.rewind()
+        if handle is not None:
+            wait(handle)
+        # Who has submitted everything before cannot say so any more in this step.
+        self._after_discard = True
+
+    def _exchange(self, slots: Sequence[Slot], what: str, empty: bool = False) -> Handle:
         parts = []
         for slot in slots:
-            gradient = slot.parameter.grad
+            gradient = None if empty else slot.parameter.grad
             if gradient is not None and gradient.layout is not torch.sparse_coo:
                 gradient = gradient.to_sparse(slot.sparse_dim)
             parts.append(SparsePart(gradient, slot.parameter, slot.sparse_dim))
@@ -121,3 +180,5 @@ class BucketSet:
             slot.bucket = slot.view = None
             slot.address = slot.sparse_dim = 0
         self._buckets, self._sparse = [], []
+        self._proposed = None
+        self._after_discard = False

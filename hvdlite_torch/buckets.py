@@ -2,7 +2,8 @@
 
 A parameter's gradient becomes a view of its bucket, which costs one copy on the way in and
 none on the way out. Behind the gradients a bucket carries two flags for each of them, which
-are reduced along: whether any rank has a gradient, and whether it is a sparse one.
+are reduced along: whether any rank has a gradient, and whether it is a sparse one. The last
+flags tell the ranks apart that discarded a step.
 """
 
 from __future__ import annotations
@@ -13,18 +14,28 @@ from typing import Any
 
 import torch
 
-from hvdlite import Handle, ProcessSet
+import hvdlite
+from hvdlite import Handle, MismatchError, ProcessSet
 from hvdlite.engine.submit import allocate_buffer, submit_allreduce
 from hvdlite.transport.types import ReduceOp
 
 from .compression import Compressor, NoneCompressor
 from .compressors import Exchange, GradientCompressor, Part
+from .progress import wait
 from .tensors import array_of, dtype_of, tensor_of
 
-__all__ = ["Bucket", "Place", "Reduction", "Slot", "distribute"]
+__all__ = ["Bucket", "DiscardedStepError", "Place", "Reduction", "Slot", "distribute"]
 
 _ALIGNMENT = 64
 """Bytes: vector instructions and cache lines like gradients to begin at multiples of it."""
+
+
+class DiscardedStepError(MismatchError):
+    """Ranks differ in which steps they take. Buckets are as usable as before."""
+
+
+# The last flags: this step is discarded; the step before was; it was not.
+_DISCARDED, _AFTER_DISCARD, _KEPT = [1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]
 
 
 @dataclass(frozen=True)
@@ -47,6 +58,8 @@ class Slot:
         bucket: where its gradient lives; None before that is agreed, and for sparse ones.
         sparse_dim: dimensions that its sparse gradients index; 0 for dense gradients.
         passes: backward passes since the last reduction.
+        pass_number: of the last one.
+        recurs: whether its gradient comes in several pieces within a backward pass.
         present: whether it had a gradient when its bucket was submitted.
     """
 
@@ -55,8 +68,10 @@ class Slot:
         "bucket",
         "name",
         "parameter",
+        "pass_number",
         "passes",
         "present",
+        "recurs",
         "sparse_dim",
         "view",
     )
@@ -69,6 +84,8 @@ class Slot:
         self.address = 0
         self.sparse_dim = 0
         self.passes = 0
+        self.pass_number = 0
+        self.recurs = False
         self.present = False
 
     @property
@@ -143,12 +160,13 @@ class Bucket:
             self._offsets.append(end)
             end += -(-place.elements // align) * align
         count = len(places)
-        buffer = allocate_buffer((end + 2 * count) * dtype.itemsize, reduction.process_set)
+        flags = 2 * count + len(_KEPT)
+        buffer = allocate_buffer((end + flags) * dtype.itemsize, reduction.process_set)
         array = buffer.view(dtype_of(torch.empty(0, dtype=dtype)).storage)
         self._flat = tensor_of(array, dtype)
         self._gradients = self._flat[:end]
-        self._flags = self._flat[end:].view(2, count)
-        self._usual_flags = torch.tensor([[1.0], [0.0]]).to(dtype).repeat(1, count)
+        self._flags = self._flat[end:]
+        self._usual_flags = torch.tensor([1.0] * count + [0.0] * count + _KEPT).to(dtype)
         # On another device gradients cannot be views of host memory: they are copied.
         self._direct = slots[0].parameter.device.type == "cpu"
         # The same objects every time: the engine knows by that that there is nothing to copy.
@@ -173,6 +191,9 @@ class Bucket:
             # Counted late, when backward runs: layers can be frozen at any time before.
             expected = [s for s in self.slots if s.parameter.requires_grad and not s.sparse_dim]
             self._expected = len(expected)
+            # Nobody knows which piece of a gradient is the last one before backward ends.
+            if any(s.recurs for s in expected):
+                self._expected += 1
         return self.ready >= self._expected
 
     def _make_view(self, i: int) -> torch.Tensor:
@@ -199,8 +220,12 @@ class Bucket:
             # From now on autograd accumulates right into the bucket.
             slot.parameter.grad = view
 
-    def submit(self) -> None:
-        """Complete the bucket with what this rank has, and begin its reduction."""
+    def submit(self, after_discard: bool = False) -> None:
+        """Complete the bucket with what this rank has, and begin its reduction.
+
+        Args:
+            after_discard: whether this rank has discarded the step before this one.
+        """
         densify = self.reduction.sparse_as_dense
         dense, sparse = [], []
         for slot in self.slots:
@@ -210,12 +235,24 @@ class Bucket:
             sparse.append(is_sparse and not slot.sparse_dim)
             if dense[-1]:
                 self.take(slot)
-        if all(dense):
+        if all(dense) and not after_discard:
             self._flags.copy_(self._usual_flags)
         else:
-            pairs = zip(self.slots, dense, strict=True)
-            torch._foreach_zero_([slot.view for slot, there in pairs if not there])
-            self._flags.copy_(torch.tensor([dense, sparse]))
+            absent = [slot.view for slot, there in zip(self.slots, dense, strict=True) if not there]
+            if absent:
+                torch._foreach_zero_(absent)
+            tail = _AFTER_DISCARD if after_discard else _KEPT
+            self._flags.copy_(torch.tensor([*map(float, dense), *map(float, sparse), *tail]))
+        self.handle = self._begin()
+
+    def discard(self) -> None:
+        """Begin a reduction of nothing: the other ranks may be waiting for this bucket."""
+        for slot in self.slots:
+            gradient = slot.parameter.grad
+            if gradient is not None and gradient.data_ptr() == slot.address:
+                slot.parameter.grad = None
+        self._flat.zero_()
+        self._flags.copy_(torch.tensor([0.0] * 2 * len(self.slots) + _DISCARDED))
         self.handle = self._begin()
 
     def _begin(self) -> Handle:
@@ -255,7 +292,9 @@ class Bucket:
         states = yield from compressor.exchange(parts, exchange)
         assert self.handle is not None
         self.handle.wait()
-        for part, state, used in zip(parts, states, self._flags[0].tolist(), strict=True):
+        for part, state, used in zip(
+            parts, states, self._flags[: len(self.slots)].tolist(), strict=True
+        ):
             # Where no rank had a gradient, what is left of earlier ones waits on.
             if used:
                 compressor.keep(part, state)
@@ -265,25 +304,42 @@ class Bucket:
         if self._exchange is not None:
             next(self._exchange, None)
 
+    def end_exchange(self) -> None:
+        """Carry an exchange of several rounds through to its end."""
+        if self._exchange is not None:
+            for _ in self._exchange:
+                pass
+            self._exchange = None
+
     def finish(self) -> list[tuple[Slot, bool]]:
         """Wait for the reduction and put the results where optimizers look for them.
 
         Returns:
             Parameters for which some rank has a sparse gradient that nobody expected, each
             with whether another rank has a dense one, whose sum is then in `slot.view`.
+
+        Raises:
+            DiscardedStepError: another rank has discarded this step or the one before.
         """
         assert self.handle is not None
-        self.handle.wait()
-        if self._exchange is not None:
-            for _ in self._exchange:
-                pass
-            self._exchange = None
+        wait(self.handle)
+        self.end_exchange()
         if self._compressed is not None:
             compressed, context = self._compressed
             self._gradients.copy_(self.reduction.compression.decompress(compressed, context))
             self._compressed = None
         surprises = []
-        dense, sparse = self._flags.ne(0).tolist()
+        flags = self._flags.ne(0).tolist()
+        discarded, after_discard, kept = flags[-3:]
+        if discarded or (after_discard and kept):
+            self.rewind()
+            raise DiscardedStepError(
+                "Mismatched steps of a DistributedOptimizer: some ranks called zero_grad() after "
+                f"a backward pass that failed, and others, such as rank {hvdlite.rank()}, went on "
+                "to step(). If one rank skips a step, all have to."
+            )
+        count = len(self.slots)
+        dense, sparse = flags[:count], flags[count : 2 * count]
         for slot, dense_anywhere, sparse_anywhere in zip(self.slots, dense, sparse, strict=True):
             if sparse_anywhere:
                 surprises.append((slot, dense_anywhere))

@@ -16,11 +16,19 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hvdlite import ProcessSet, global_process_set
-from hvdlite.collectives import resolve_op
 from hvdlite.transport.types import ReduceOp
+from hvdlite.world import current
 
 from .adasum import AdasumReducer
 from .amp import teach_grad_scaler
+from .arguments import (
+    checked_compression,
+    checked_factor,
+    checked_integer,
+    checked_op,
+    checked_process_set,
+    whereabouts,
+)
 from .buckets import Reduction
 from .compression import Compression, Compressor
 from .compressors import GradientCompressor
@@ -32,7 +40,7 @@ __all__ = ["DistributedOptimizer"]
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 Groups = int | Sequence[Sequence[torch.Tensor]] | None
 
-_BUCKET_BYTES = 4 << 20
+_ME = "DistributedOptimizer"
 _FIRST_BUCKET_BYTES = 1 << 20
 
 _REDUCER = "_hvdlite_reducer"
@@ -94,47 +102,57 @@ def DistributedOptimizer(
             are to be reduced together.
         sparse_as_dense: reduce sparse gradients as dense ones.
         process_set: the ranks that train together.
-        bucket_bytes: size of the buckets; the first one is smaller.
+        bucket_bytes: size of the buckets, HVDLITE_BUCKET_BYTES by default; the first one is
+            smaller.
 
     Returns:
         The optimizer, which now has the methods `synchronize()`, `skip_synchronize()` and
         `set_backward_passes_per_step(passes)`.
 
     Raises:
-        TypeError: `optimizer` is not an optimizer.
+        TypeError: an argument is of a wrong kind, such as an `optimizer` that is none.
         ValueError: an argument doesn't fit, or names are missing, duplicate or not strings.
     """
+    where = whereabouts()
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
-            "DistributedOptimizer: argument 'optimizer' must be a torch.optim.Optimizer, "
-            f"not {type(optimizer).__name__}."
+            f"{_ME}: argument 'optimizer' must be a torch.optim.Optimizer, "
+            f"not {type(optimizer).__name__} ({where})."
         )
     if _REDUCER in vars(optimizer):
-        raise ValueError("DistributedOptimizer: this optimizer is a distributed one already.")
-    op = resolve_op(None, op)
+        raise ValueError(f"{_ME}: this optimizer is a distributed one already ({where}).")
+    op = checked_op(op, _ME)
     if op not in (ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.ADASUM):
-        raise ValueError(f"DistributedOptimizer: op must be Average, Sum or Adasum, not {op}.")
+        raise ValueError(f"{_ME}: op must be Average, Sum or Adasum, not {op} ({where}).")
+    factor = checked_factor(
+        gradient_predivide_factor, _ME, "gradient_predivide_factor", positive=True
+    )
     if isinstance(compression, type) and issubclass(compression, GradientCompressor):
         compression = compression()
     if isinstance(compression, GradientCompressor):
         if op is ReduceOp.ADASUM:
-            raise ValueError(f"{compression} goes with op=Average or Sum, not with Adasum.")
-        if gradient_predivide_factor != 1.0:
-            raise ValueError(f"gradient_predivide_factor does not go with {compression}.")
-    if gradient_predivide_factor != 1.0 and op is not ReduceOp.AVERAGE:
-        raise ValueError("gradient_predivide_factor goes with op=Average only.")
-    if gradient_predivide_factor <= 0:
-        raise ValueError("gradient_predivide_factor must be positive.")
-    if backward_passes_per_step < 1:
+            raise ValueError(
+                f"{_ME}: {compression} goes with op=Average or Sum, not with Adasum ({where})."
+            )
+        if factor != 1.0:
+            raise ValueError(
+                f"{_ME}: gradient_predivide_factor does not go with {compression} ({where})."
+            )
+    if factor != 1.0 and op is not ReduceOp.AVERAGE:
         raise ValueError(
-            f"backward_passes_per_step must be at least 1, not {backward_passes_per_step}."
+            f"{_ME}: gradient_predivide_factor goes with op=Average only, not {op} ({where})."
         )
-    size_of_bucket = _BUCKET_BYTES if bucket_bytes is None else bucket_bytes
+    if not isinstance(compression, GradientCompressor):
+        compression = checked_compression(compression, _ME)
+    process_set = checked_process_set(process_set, _ME)
+    passes = checked_integer(backward_passes_per_step, _ME, "backward_passes_per_step", 1)
+    if bucket_bytes is None:
+        bucket_bytes = current().settings.bucket_bytes
+    size_of_bucket = checked_integer(bucket_bytes, _ME, "bucket_bytes", 1)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     names = _names(named_parameters, parameters)
-    factor = gradient_predivide_factor
     reduction = Reduction(op, 1.0 / factor, factor, compression, bool(sparse_as_dense), process_set)
-    members = _groups(num_groups if groups is None else groups, parameters)
+    members = _groups(num_groups, groups, parameters)
     label = Label(f"DistributedOptimizer.{next(_counters[process_set.process_set_id])}")
     reducer = _reducer_class(reduction)(
         optimizer,
@@ -142,7 +160,7 @@ def DistributedOptimizer(
         names,
         members,
         reduction,
-        backward_passes_per_step,
+        passes,
         (size_of_bucket, min(_FIRST_BUCKET_BYTES, size_of_bucket)),
     )
     _attach(optimizer, reducer)
@@ -229,6 +247,12 @@ def _names(named: Iterable[Any] | None, parameters: Sequence[torch.Tensor]) -> A
     names: Any = WeakIdKeyDictionary()
     if named is None:
         return names
+    where = whereabouts()
+    if not hasattr(named, "__iter__") or isinstance(named, (str, torch.Tensor)):
+        raise TypeError(
+            f"{_ME}: named_parameters must be what model.named_parameters() returns, "
+            f"not {type(named).__name__} ({where})."
+        )
     pairs = list(named.items()) if isinstance(named, dict) else list(named)
     for pair in pairs:
         if not (
@@ -239,12 +263,14 @@ def _names(named: Iterable[Any] | None, parameters: Sequence[torch.Tensor]) -> A
         ):
             raise ValueError(
                 "named_parameters must be a sequence of (name, parameter) tuples, such as "
-                f"model.named_parameters() returns; found {type(pair).__name__}."
+                f"model.named_parameters() returns; found {type(pair).__name__} ({where})."
             )
     given = [name for name, _ in pairs]
     if len(set(given)) < len(given):
         duplicates = sorted({name for name in given if given.count(name) > 1})
-        raise ValueError(f"named_parameters has duplicate names: {', '.join(duplicates)}.")
+        raise ValueError(
+            f"named_parameters has duplicate names: {', '.join(duplicates)} ({where})."
+        )
     for name, (_, parameter) in zip(clean_names(given), pairs, strict=True):
         names.setdefault(parameter, name)
     unnamed = [p for p in parameters if p not in names]
@@ -252,35 +278,56 @@ def _names(named: Iterable[Any] | None, parameters: Sequence[torch.Tensor]) -> A
         shapes = ", ".join(str(tuple(p.shape)) for p in unnamed[:5])
         raise ValueError(
             f"named_parameters lacks {len(unnamed)} of the optimizer's {len(parameters)} "
-            f"parameters (of shapes {shapes}{', ...' if len(unnamed) > 5 else ''})."
+            f"parameters (of shapes {shapes}{', ...' if len(unnamed) > 5 else ''}; {where})."
         )
     return names
 
 
-def _groups(groups: Groups, parameters: Sequence[torch.Tensor]) -> Any:
+def _groups(num_groups: Any, groups: Any, parameters: Sequence[torch.Tensor]) -> Any:
     """Return the numbers of explicit groups of parameters."""
     members = WeakIdKeyDictionary()
-    if isinstance(groups, int) and not isinstance(groups, bool):
-        if groups < 0:
-            raise ValueError(f"groups must not be negative: {groups}.")
-        for i, parameter in enumerate(parameters):
-            if groups:
-                members[parameter] = i * groups // len(parameters)
-        return members
+    where = whereabouts()
+    if num_groups and groups is not None:
+        raise ValueError(f"{_ME}: pass num_groups or groups, not both ({where}).")
+    argument = "num_groups" if groups is None else "groups"
+    groups = num_groups if groups is None else groups
     if not isinstance(groups, (list, tuple)):
-        raise ValueError(
-            "groups must be a number or a list of lists of parameters, "
-            f"not {type(groups).__name__}."
-        )
+        if argument == "groups" and (isinstance(groups, bool) or not hasattr(groups, "__index__")):
+            raise TypeError(
+                f"{_ME}: groups must be a number or a list of lists of parameters, "
+                f"not {type(groups).__name__} ({where})."
+            )
+        count = checked_integer(groups, _ME, argument, 0)
+        if count > len(parameters):
+            raise ValueError(
+                f"{_ME}: {argument} is {count}, but there are only {len(parameters)} parameters "
+                f"({where})."
+            )
+        for i, parameter in enumerate(parameters if count else ()):
+            members[parameter] = i * count // len(parameters)
+        return members
+    known = {id(parameter) for parameter in parameters}
     for number, group in enumerate(groups):
         if not isinstance(group, (list, tuple)):
-            raise ValueError("groups must be a number or a list of lists of parameters.")
-        for parameter in group:
+            raise TypeError(
+                f"{_ME}: groups must be a number or a list of lists of parameters; "
+                f"groups[{number}] is {type(group).__name__} ({where})."
+            )
+        for position, parameter in enumerate(group):
+            which = f"groups[{number}][{position}]"
             if not isinstance(parameter, torch.Tensor):
+                raise TypeError(
+                    f"{_ME}: {which} must be a parameter, not {type(parameter).__name__} ({where})."
+                )
+            if id(parameter) not in known:
                 raise ValueError(
-                    f"groups must contain parameters only, not {type(parameter).__name__}."
+                    f"{_ME}: {which}, of shape {tuple(parameter.shape)}, is not a parameter of the "
+                    f"optimizer ({where})."
                 )
             if parameter in members:
-                raise ValueError("A parameter can be in one of the groups only.")
+                raise ValueError(
+                    f"{_ME}: {which}, of shape {tuple(parameter.shape)}, is in "
+                    f"groups[{members[parameter]}] already ({where})."
+                )
             members[parameter] = number
     return members

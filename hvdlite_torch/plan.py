@@ -2,29 +2,43 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 import hvdlite
-from hvdlite import MismatchError, ProcessSet
-from hvdlite.engine.submit import submit_allreduce
+from hvdlite import Handle, MismatchError, ProcessSet
+from hvdlite.engine.submit import submit_allgather, submit_allreduce
 from hvdlite.transport.types import ReduceOp
 
 from .buckets import Place, Reduction, Slot
+from .progress import wait
 from .tensors import is_dense
 
-__all__ = ["agree_on_kinds", "agree_on_places"]
-
-_PROBLEM = 255
+__all__ = ["Proposal", "agree_on_kinds", "agreed_places", "propose_places"]
 
 
-def agree_on_places(
-    slots: Sequence[Slot], groups: Any, name: str, reduction: Reduction
-) -> list[tuple[Slot, Place]]:
-    """Give parameters one order and one layout on all ranks, and learn which are sparse.
+@dataclass(frozen=True)
+class Proposal:
+    """What one rank has to say about parameters without a place.
+
+    Attributes:
+        rank: whose it is.
+        places: in the order in which gradients were seen there.
+        kinds: what gradients were seen: see `_kind`.
+    """
+
+    rank: int
+    places: list[Place]
+    kinds: list[int]
+
+
+def propose_places(slots: Sequence[Slot], groups: Any, name: str, reduction: Reduction) -> Handle:
+    """Begin the agreement on one order and one layout of parameters on all ranks.
 
     Args:
         slots: the parameters, in the order in which this rank has seen their gradients.
@@ -33,36 +47,60 @@ def agree_on_places(
         reduction: what is agreed upon is for this.
 
     Returns:
-        The parameters in the order of the set's first rank, with how to lay them out.
+        A handle whose result is the list of all ranks' proposals, for `agreed_places`.
+    """
+    kinds = [_kind(slot) for slot in slots]
+    if reduction.sparse_as_dense:
+        kinds = [min(kind, 1) for kind in kinds]
+    mine = Proposal(hvdlite.rank(), [_place(slot, groups) for slot in slots], kinds)
+    # One request, so that nobody has to do anything before it is complete.
+    data = np.frombuffer(pickle.dumps(mine, protocol=4), dtype=np.uint8)
+    handle = submit_allgather(
+        [np.array([len(data)]), data], name=name, process_set=reduction.process_set
+    )
+    handle.convert = _proposals
+    return handle
+
+
+def _proposals(result: list[Any]) -> list[Proposal]:
+    sizes, data = result
+    ends = np.cumsum(sizes)
+    return [
+        pickle.loads(data[end - size : end].tobytes())
+        for end, size in zip(ends, sizes, strict=True)
+    ]
+
+
+def agreed_places(slots: Sequence[Slot], proposals: Sequence[Proposal]) -> list[tuple[Slot, Place]]:
+    """Return what all ranks make of their proposals.
+
+    Returns:
+        The parameters in the order of the first rank, with how to lay them out.
 
     Raises:
         MismatchError: names, shapes or types of parameters differ (on every rank).
     """
-    process_set = reduction.process_set
-    root = process_set.require_ranks()[0]
-    mine = [_place(slot, groups) for slot in slots]
-    # The root's strides hold for all, so that elements meet their counterparts.
-    places = hvdlite.broadcast_object(mine, root, f"{name}.order", process_set)
-    by_name = {slot.name: slot for slot in slots}
-    problem = _difference(
-        {p.name: p for p in mine}, {p.name: p for p in places}, hvdlite.rank(), root
-    )
-    kinds = [0] * len(places)
-    if problem is None:
-        kinds = [_kind(by_name[place.name]) for place in places]
-        if reduction.sparse_as_dense:
-            kinds = [min(kind, 1) for kind in kinds]
-    agreed = _maximum([*kinds, _PROBLEM if problem else 0], f"{name}.kinds", process_set)
-    if agreed[-1]:
-        problems = hvdlite.allgather_object(problem, f"{name}.problem", process_set)
+    first = proposals[0]
+    root = {place.name: place for place in first.places}
+    problems = [
+        text
+        for other in proposals[1:]
+        if (text := _difference({p.name: p for p in other.places}, root, other.rank, first.rank))
+    ]
+    if problems:
         raise MismatchError(
-            "Mismatched parameters of a DistributedOptimizer: "
-            + "; ".join(text for text in problems if text)
+            "Mismatched parameters of a DistributedOptimizer: " + "; ".join(problems)
         )
+    agreed = dict.fromkeys(root, 0)
+    for proposal in proposals:
+        for place, kind in zip(proposal.places, proposal.kinds, strict=True):
+            agreed[place.name] = max(agreed[place.name], kind)
+    by_name = {slot.name: slot for slot in slots}
+    # The first rank's strides hold for all, so that elements meet their counterparts.
     result = []
-    for place, kind in zip(places, agreed, strict=False):
+    for place in first.places:
         slot = by_name[place.name]
-        slot.sparse_dim = max(0, kind - 1)
+        slot.sparse_dim = max(0, agreed[place.name] - 1)
         result.append((slot, place))
     return result
 
@@ -84,7 +122,7 @@ def _kind(slot: Slot) -> int:
 
 def _maximum(values: list[int], name: str, process_set: ProcessSet) -> list[int]:
     array = np.array(values, dtype=np.uint8)
-    submit_allreduce([array], [array], name=name, op=ReduceOp.MAX, process_set=process_set).wait()
+    wait(submit_allreduce([array], [array], name=name, op=ReduceOp.MAX, process_set=process_set))
     return [int(value) for value in array]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,18 +15,19 @@ from torch.utils.weak import WeakIdKeyDictionary
 import hvdlite
 from hvdlite.world import engine
 
-from .async_ops import allreduce_async
+from .arguments import checked_integer, whereabouts
 from .bucket_set import BucketSet
-from .buckets import Reduction, Slot
+from .buckets import Bucket, DiscardedStepError, Reduction, Slot
+from .closures import is_reduced, reduced
 from .eager import eager
 from .names import Label
+from .passes import BackwardPasses
+from .progress import announce
 
 __all__ = ["Reducer"]
 
 _owners: Any = WeakIdKeyDictionary()
 """Which reducer, by weak reference, a parameter's gradient belongs to."""
-
-_REDUCED = "_hvdlite_reduced"
 
 
 class _Settled(enum.Enum):
@@ -74,6 +75,7 @@ class Reducer:
         self._buckets = BucketSet(label, groups, reduction, bucket_bytes)
         self._slots: dict[int, Slot] = {}
         self._observed: list[Slot] = []
+        self._passes = BackwardPasses()
         self._hooks: list[Any] = []
         self._completed = 0
         self._fresh = False
@@ -143,14 +145,32 @@ class Reducer:
 
     @eager
     def _accumulated(self, slot: Slot) -> None:
+        number = self._passes.current(self._pass_ended)
+        bucket = slot.bucket
+        under_way = bucket is not None and bucket.handle is not None
+        if number == slot.pass_number and slot.passes:
+            if not slot.recurs and under_way:
+                raise RuntimeError(
+                    f"{whereabouts()}: the gradient of {slot.name!r} came a second time in "
+                    "one backward pass, when its bucket was under way already. Reentrant "
+                    "checkpointing of a parameter that is used several times has to be there "
+                    "from the first step on; or use checkpoint(..., use_reentrant=False)."
+                )
+            slot.recurs = True
+            if bucket is not None and not slot.sparse_dim and not slot.holds_sparse:
+                bucket.take(slot)
+            return
         if slot.passes >= self.passes_per_step:
             raise AssertionError(
-                f"The gradient of {slot.name!r} was computed more than "
+                f"{whereabouts()}: the gradient of {slot.name!r} was computed more than "
                 f"backward_passes_per_step={self.passes_per_step} times before step() or "
-                "synchronize(). Call one of them first, or raise backward_passes_per_step."
+                "synchronize(). Call one of them first, or raise backward_passes_per_step; "
+                "after a backward pass that failed call optimizer.zero_grad()."
             )
         if not self._fresh:
             self._meet_engine()
+            bucket = slot.bucket
+        slot.pass_number = number
         slot.passes += 1
         self._fresh = True
         self._settled = None
@@ -158,53 +178,96 @@ class Reducer:
             self._observed.append(slot)
         if slot.passes == self.passes_per_step:
             self._completed += 1
-        bucket = slot.bucket
         if bucket is None or slot.sparse_dim or slot.holds_sparse:
             return
         if bucket.handle is not None:
             raise RuntimeError(
-                f"The gradient of {slot.name!r} came when its bucket was under way already: "
-                "requires_grad changed between backward passes of one step."
+                f"{whereabouts()}: the gradient of {slot.name!r} came when its bucket was "
+                "under way already: requires_grad changed between backward passes of one step."
             )
         bucket.take(slot)
         if slot.passes == self.passes_per_step:
             bucket.ready += 1
             if bucket.is_complete():
-                bucket.submit()
+                self._buckets.submit(bucket)
+
+    def _pass_ended(self) -> None:
+        """Begin to agree on buckets as early as this rank knows what it has."""
+        if self._completed and self.active and not self._buckets.is_agreeing:
+            self._propose()
+        self.advance()
+
+    def _propose(self) -> None:
+        slots = [s for s in self._slots.values() if s.bucket is None and not s.sparse_dim]
+        if slots:
+            self._buckets.propose(self._in_observed_order(slots))
+            announce(self)
+
+    def advance(self) -> bool:
+        """Submit buckets that have been agreed upon, and return whether others have not."""
+        self._submit_complete(self._buckets.agree_if_ready())
+        return self._buckets.is_agreeing
+
+    def _submit_complete(self, buckets: Sequence[Bucket]) -> None:
+        for bucket in buckets:
+            bucket.ready = sum(
+                slot.passes == self.passes_per_step and not slot.sparse_dim for slot in bucket.slots
+            )
+            if bucket.is_complete():
+                self._buckets.submit(bucket)
 
     @eager
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Reset the gradients, as the optimizer itself would.
 
+        After a backward pass that ended in an error this discards the step, of which parts may
+        have been reduced already: all ranks have to call it then.
+
         Raises:
             AssertionError: gradients of the last backward pass are still to be reduced.
         """
-        if self._completed:
+        if self._completed and not self._passes.failed:
             raise AssertionError(
-                "zero_grad() was called after backward() and before step() or synchronize(), "
-                "while gradients are being reduced. Call it before backward(), or call "
-                "synchronize() first."
+                f"{whereabouts()}: zero_grad() was called after backward() and before "
+                "step() or synchronize(), while gradients are being reduced. Call it before "
+                "backward(), or call synchronize() first."
             )
+        if self._completed:
+            self._discard()
         optimizer = self.optimizer
         type(optimizer).zero_grad(optimizer, *args, **kwargs)
+        self._begin_anew()
+        self._settled = None
+
+    def _discard(self) -> None:
+        """Give up a step whose backward pass has failed, as all ranks have to."""
+        try:
+            self._buckets.discard()
+        except BaseException:
+            self._buckets.drain()
+            self._forget()
+            raise
+
+    def _begin_anew(self) -> None:
         for slot in self._slots.values():
             slot.passes = 0
+        self._passes.forget()
+        self._completed = 0
         self._fresh = False
-        self._settled = None
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Set how many backward passes accumulate (as a sum) before gradients are reduced.
 
         Raises:
-            ValueError: `passes` is not a positive number.
+            TypeError: `passes` is not a whole number.
+            ValueError: `passes` is not positive.
             RuntimeError: gradients are being reduced.
         """
-        if passes < 1:
-            raise ValueError(f"backward_passes_per_step must be at least 1, not {passes}.")
+        passes = checked_integer(passes, "set_backward_passes_per_step", "passes", 1)
         if self._completed:
             raise RuntimeError(
-                "backward_passes_per_step cannot change while gradients are being reduced: "
-                "call it before backward(), or after step() or synchronize()."
+                f"{whereabouts()}: backward_passes_per_step cannot change while gradients are "
+                "being reduced: call it before backward(), or after step() or synchronize()."
             )
         self.passes_per_step = passes
         for slot in self._slots.values():
@@ -247,15 +310,16 @@ class Reducer:
         if self._skipping:
             if self._fresh:
                 raise RuntimeError(
-                    "step() was called within skip_synchronize(), but the gradients of the last "
-                    "backward pass have not been reduced: call synchronize() first."
+                    f"{whereabouts()}: step() was called within skip_synchronize(), but the "
+                    "gradients of the last backward pass have not been reduced: call "
+                    "synchronize() first."
                 )
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is not None and callable(closure):
-            if not self.active or hasattr(closure, _REDUCED):
+            if not self.active or is_reduced(closure):
                 return None
-            closure = self._reduced(closure)
+            closure = reduced(closure, self.settle, f"{self.label}.loss", self.reduction)
             if "closure" in kwargs:
                 return args, {**kwargs, "closure": closure}
             return (args[0], closure, *args[2:]), kwargs
@@ -273,37 +337,13 @@ class Reducer:
         """Note that the gradients have served their purpose."""
         self._settled = None
 
-    def _reduced(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a closure after which gradients and the loss are those of all ranks.
-
-        The loss too: optimizers decide by it how to go on, and have to decide alike.
-        """
-
-        def evaluate(*args: Any, **kwargs: Any) -> Any:
-            loss = closure(*args, **kwargs)
-            self.settle()
-            if loss is None:
-                return None
-            is_tensor = isinstance(loss, torch.Tensor)
-            value = loss.detach() if is_tensor else torch.tensor(float(loss), dtype=torch.float64)
-            total = allreduce_async(
-                value,
-                name=f"{self.label}.loss",
-                op=self.reduction.op,
-                process_set=self.reduction.process_set,
-            ).wait()
-            return total if is_tensor else total.item()
-
-        setattr(evaluate, _REDUCED, True)
-        return evaluate
-
     # -- reduction ----------------------------------------------------------------------
 
     def _reduce(self) -> None:
         if self._lost:
             raise RuntimeError(
-                f"{self._lost} parameter(s) of this optimizer have been passed to another "
-                "DistributedOptimizer since: only one can reduce a gradient."
+                f"{whereabouts()}: {self._lost} parameter(s) of this optimizer have been passed "
+                "to another DistributedOptimizer since: only one can reduce a gradient."
             )
         if self.active or hvdlite.is_initialized():
             self._meet_engine()
@@ -311,20 +351,21 @@ class Reducer:
             return
         try:
             self._adopt(self.optimizer)
-            waiting = [s for s in self._slots.values() if s.bucket is None and not s.sparse_dim]
-            if waiting:
-                self._buckets.add(self._in_observed_order(waiting))
+            if self._buckets.is_agreeing:
+                self._submit_complete(self._buckets.agree())
+            self._propose()
+            if self._buckets.is_agreeing:
+                self._buckets.agree()
             self._buckets.reduce()
+        except DiscardedStepError:
+            raise
         except BaseException as error:
             if isinstance(error, Exception):  # and nobody is impatient
                 self._buckets.drain()
             self._forget()
             raise
         finally:
-            for slot in self._slots.values():
-                slot.passes = 0
-            self._completed = 0
-            self._fresh = False
+            self._begin_anew()
 
     def _in_observed_order(self, slots: Sequence[Slot]) -> list[Slot]:
         """Sort by when gradients came; those that didn't, last registered first."""

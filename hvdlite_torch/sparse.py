@@ -11,6 +11,7 @@ from hvdlite import Handle, ProcessSet, global_process_set
 from hvdlite.engine import submit
 from hvdlite.transport.types import ReduceOp
 
+from .arguments import checked_op, whereabouts
 from .compression import Compression, Compressor
 from .eager import eager
 from .tensors import dtype_of, source_of, tensor_of
@@ -148,14 +149,16 @@ def sparse_allreduce_async(
         A handle whose result is a coalesced sparse tensor.
 
     Raises:
-        TypeError: the tensor is not in the COO layout.
+        TypeError: the tensor is not in the COO layout, or `op` is a bool.
         ValueError: another operation is asked for.
     """
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.sparse_coo:
         found = tensor.layout if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise TypeError(
-            f"sparse_allreduce_async: argument 'tensor' must be a sparse COO tensor, not {found}."
+            "sparse_allreduce_async: argument 'tensor' must be a sparse COO tensor, "
+            f"not {found} ({whereabouts()})."
         )
+    op = checked_op(op, "sparse_allreduce_async")
     if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
         raise ValueError(f"sparse_allreduce_async: op must be Sum or Average, not {op}.")
     like = torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)

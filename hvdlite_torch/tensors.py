@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch.autograd.graph import increment_version
 
-import hvdlite
 from hvdlite.transport.types import Array, DType
+
+from .arguments import whereabouts
 
 __all__ = [
     "Target",
@@ -51,18 +52,18 @@ def check_tensor(value: Any, operation: str, argument: str = "tensor") -> torch.
     if not isinstance(value, torch.Tensor):
         raise TypeError(
             f"{operation}: argument '{argument}' must be a torch.Tensor, "
-            f"not {type(value).__name__} ({_whereabouts()})."
+            f"not {type(value).__name__} ({whereabouts()})."
         )
     if value.layout is not torch.strided:
         hint = "; use sparse_allreduce_async" if "allreduce" in operation else ""
         raise TypeError(
             f"{operation}: argument '{argument}' has the layout {value.layout} and not "
-            f"torch.strided ({_whereabouts()}); densify it with to_dense() first{hint}."
+            f"torch.strided ({whereabouts()}); densify it with to_dense() first{hint}."
         )
     if value.dtype not in _DTYPES:
         raise TypeError(
             f"{operation}: argument '{argument}' has elements of type {value.dtype}, which "
-            f"cannot be communicated ({_whereabouts()})."
+            f"cannot be communicated ({whereabouts()})."
         )
     return value
 
@@ -76,13 +77,9 @@ def check_tensors(values: Any, operation: str) -> list[torch.Tensor]:
     if isinstance(values, torch.Tensor) or not hasattr(values, "__iter__"):
         raise TypeError(
             f"{operation}: argument 'tensors' must be a sequence of tensors, "
-            f"not {type(values).__name__} ({_whereabouts()})."
+            f"not {type(values).__name__} ({whereabouts()})."
         )
     return [check_tensor(value, operation, f"tensors[{i}]") for i, value in enumerate(values)]
-
-
-def _whereabouts() -> str:
-    return f"rank {hvdlite.rank()}" if hvdlite.is_initialized() else "before init()"
 
 
 def dtype_of(tensor: torch.Tensor) -> DType:
@@ -167,7 +164,7 @@ class Target:
             raise ValueError(
                 f"{operation}: cannot work in place on an expanded tensor, several elements of "
                 f"which share memory (shape {tuple(tensor.shape)}, strides {tensor.stride()}; "
-                f"{_whereabouts()}); clone() it first."
+                f"{whereabouts()}); clone() it first."
             )
         return cls._on(tensor)
 

@@ -27,8 +27,13 @@ def resolve_op(average: bool | None, op: ReduceOp | int | None) -> ReduceOp:
     """Return the reduce operation that the arguments `average` and `op` mean together.
 
     Raises:
+        TypeError: `op` is a bool, which only `average` may be.
         ValueError: both are given, or `op` is none of the operations.
     """
+    if isinstance(op, bool):
+        raise TypeError(
+            f"op must be an operation such as Sum, not {op}; did you mean average={op}?"
+        )
     if average is not None and op is not None:
         raise ValueError("The op parameter supersedes average: pass only one of them.")
     if type(op) is ReduceOp:

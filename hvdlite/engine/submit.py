@@ -5,6 +5,8 @@ A list of tensors is one request: it is negotiated, cached and completed as a wh
 
 from __future__ import annotations
 
+import math
+import numbers
 import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, SupportsIndex
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "allocate_buffer",
+    "factor_of",
     "submit_allgather",
     "submit_allreduce",
     "submit_alltoall",
@@ -68,6 +71,10 @@ def submit_allreduce(
     for output in outputs:
         if not output.flags.writeable:
             raise ValueError("allreduce cannot write its result: the output array is read-only.")
+    if type(prescale) is not float:
+        prescale = factor_of(prescale, "prescale_factor")
+    if type(postscale) is not float:
+        postscale = factor_of(postscale, "postscale_factor")
     key: object
     if len(inputs) == 1:
         array = inputs[0]
@@ -85,8 +92,8 @@ def submit_allreduce(
             tuple(dtypes),
             _shapes(inputs),
             op,
-            prescale=float(prescale),
-            postscale=float(postscale),
+            prescale=factor_of(prescale, "prescale_factor"),
+            postscale=factor_of(postscale, "postscale_factor"),
             resident=resident,
         )
         if len(_requests) >= _REQUESTS:  # shapes that never come back must not pile up
@@ -229,8 +236,8 @@ def submit_reducescatter(
         tuple(dtypes),
         _shapes(inputs),
         op,
-        prescale=float(prescale),
-        postscale=float(postscale),
+        prescale=factor_of(prescale, "prescale_factor"),
+        postscale=factor_of(postscale, "postscale_factor"),
     )
     return _submit(process_set, request, name, inputs, [None] * len(inputs))
 
@@ -265,6 +272,25 @@ def allocate_buffer(nbytes: int, process_set: ProcessSet | None = None) -> Array
     buffer = engine().channels[set_id].transport.allocate(nbytes)
     buffer[...] = 0
     return buffer
+
+
+def factor_of(value: object, argument: str) -> float:
+    """Return a factor as a finite float.
+
+    Raises:
+        TypeError: it is not a real number.
+        ValueError: it is infinite or not a number.
+    """
+    scalar = getattr(value, "ndim", None) == 0 and hasattr(value, "__float__")
+    if isinstance(value, bool) or not (isinstance(value, numbers.Real) or scalar):
+        raise TypeError(
+            f"rank {engine().rank}: {argument} must be a number, not {value!r} "
+            f"({type(value).__name__})."
+        )
+    number = float(value)  # type: ignore[arg-type]
+    if not math.isfinite(number):
+        raise ValueError(f"rank {engine().rank}: {argument} must be finite, not {number}.")
+    return number
 
 
 def _submit(

@@ -38,6 +38,7 @@ SHARED = {
 OURS = {
     "STALL_CHECK": "stall_check",
     "TRANSPORT": "transport",
+    "BUCKET_BYTES": "bucket_bytes",
     "SEGMENT_BYTES": "segment_bytes",
     "SMALL_BYTES": "small_bytes",
     "METRICS_PORT": "metrics_port",
@@ -59,6 +60,7 @@ SAMPLES = {
     "LOG_HIDE_TIME": ("1", True),
     "STALL_CHECK": ("off", False),
     "TRANSPORT": ("ring", "ring"),
+    "BUCKET_BYTES": ("1", 1),
     "SEGMENT_BYTES": ("65536", 65536),
     "SMALL_BYTES": ("0", 0),
     "METRICS_PORT": ("9400", 9400),
@@ -69,7 +71,13 @@ SPELLINGS = [
     (prefix + suffix, SHARED[suffix]) for prefix in ("HVDLITE_", "HOROVOD_") for suffix in SHARED
 ]
 SPELLINGS += [("HVDLITE_" + suffix, field) for suffix, field in OURS.items()]
-WHOLE_NUMBERS = ["FUSION_THRESHOLD", "CACHE_CAPACITY", "SEGMENT_BYTES", "SMALL_BYTES"]
+WHOLE_NUMBERS = [
+    "FUSION_THRESHOLD",
+    "CACHE_CAPACITY",
+    "BUCKET_BYTES",
+    "SEGMENT_BYTES",
+    "SMALL_BYTES",
+]
 DURATIONS = ["CYCLE_TIME", "STALL_CHECK_TIME_SECONDS", "STALL_SHUTDOWN_TIME_SECONDS"]
 
 
@@ -102,6 +110,7 @@ def test_defaults() -> None:
         "log_level": "warning",
         "log_hide_time": False,
         "transport": "auto",
+        "bucket_bytes": 4 * 1024 * 1024,
         "segment_bytes": 256 * 1024,
         "small_bytes": 16 * 1024,
         "metrics_port": 0,
@@ -238,6 +247,7 @@ REFUSED = (
     + [(suffix, text) for suffix in DURATIONS for text in ("-1", "nan", "inf", "5ms", "1e999")]
     + [(suffix, text) for suffix in DURATIONS for text in ("1_0", "٣", ".", "-0.0001", "1,5")]
     + [("STALL_CHECK_TIME_SECONDS", "0"), ("SEGMENT_BYTES", "0"), ("SEGMENT_BYTES", "15")]
+    + [("BUCKET_BYTES", "0")]
     + [("THREAD_AFFINITY", text) for text in ("a", "1,", ",", "-1", "1;2", "0-3", "1.5")]
     + [("LOG_HIDE_TIME", text) for text in ("maybe", "1.0", "2x", "truee", "0x1")]
     + [("LOG_LEVEL", text) for text in ("verbose", "10", "warn ing")]

@@ -1,0 +1,53 @@
+"""Waiting for one optimizer must not hold up what another has to do before ranks can go on.
+
+Before its first step an optimizer agrees with the other ranks on its buckets, and cannot submit
+any before that. Ranks that step several optimizers in different orders would wait for each
+other: the first step of one needs buckets that another rank only submits when it can go on.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Protocol
+
+from hvdlite import HvdliteTimeoutError
+
+__all__ = ["Agreeing", "announce", "wait"]
+
+_SHORTEST, _LONGEST = 0.001, 0.02
+
+
+class Agreeing(Protocol):
+    """Who may have an agreement under way."""
+
+    def advance(self) -> bool:
+        """Do what can be done without waiting, and return whether something is left."""
+        ...
+
+
+_agreeing: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def announce(who: Agreeing) -> None:
+    """Have everybody who waits call `who.advance()` until it returns False."""
+    _agreeing.add(who)
+
+
+def wait(handle: Any, besides: Agreeing | None = None) -> Any:
+    """Wait for a handle and return its result; others advance meanwhile."""
+    seconds = _SHORTEST
+    while not handle.done():
+        _advance(besides)
+        if not _agreeing or (len(_agreeing) == 1 and besides in _agreeing):
+            break
+        try:
+            return handle.wait(seconds)
+        except HvdliteTimeoutError:
+            seconds = min(2 * seconds, _LONGEST)
+    return handle.wait()
+
+
+def _advance(besides: Agreeing | None) -> None:
+    for other in list(_agreeing):
+        if other is not besides and not other.advance():
+            _agreeing.discard(other)
