@@ -17,10 +17,12 @@ import tensorflow as tf
 
 from hvdlite import Handle, HvdliteTimeoutError
 from hvdlite.transport.types import Array
+from hvdlite.world import attended
 
 from . import memory
+from .tensors import array_of, tensor_of
 
-__all__ = ["Mailbox", "Work", "refuse_xla", "run", "wait_all"]
+__all__ = ["Mailbox", "Submit", "Work", "execute", "refuse_xla", "run", "wait_all"]
 
 _SLICE = 0.5
 """Seconds between looks whether another handle has failed meanwhile."""
@@ -114,6 +116,34 @@ class Mailbox:
             return works
 
 
+def execute(
+    jobs: Sequence[tuple[Submit, Sequence[tf.Tensor]]],
+    types: Sequence[tf.DType],
+    shapes: Sequence[Any],
+    name: str,
+) -> list[tf.Tensor]:
+    """Submit each job and return the results of all: now, or when the graph runs.
+
+    Args:
+        jobs: what to submit, in this order; gets arrays that it must not write to.
+        types: element types of all results.
+        shapes: of all results, as far as they are known.
+        name: of the collective, as users know it.
+
+    Raises:
+        NotImplementedError: a function that XLA is going to compile is being traced.
+    """
+    if tf.executing_eagerly():
+        with attended():
+            works = [submit([array_of(tensor) for tensor in tensors]) for submit, tensors in jobs]
+            return [tensor_of(array) for array in wait_all(works)]
+    refuse_xla(name)
+    results = run(jobs, types, f"hvdlite_{name.replace(' ', '_')}")
+    for result, shape in zip(results, shapes, strict=True):
+        result.set_shape(shape)
+    return results
+
+
 def run(
     jobs: Sequence[tuple[Submit, Sequence[tf.Tensor]]], types: Sequence[tf.DType], name: str
 ) -> list[tf.Tensor]:
@@ -137,27 +167,14 @@ def run(
 
     def synchronize(*tickets: np.int64) -> list[Array]:
         works = mailbox.take([int(ticket) for ticket in tickets])
-        return [_aligned(array) for array in wait_all(works)]
+        return [memory.aligned(array) for array in wait_all(works)]
 
     tickets = [
         tf.numpy_function(submitter(place, submit), tensors, tf.int64, name=f"{name}_{place}")
         for place, (submit, tensors) in enumerate(jobs)
     ]
-    if not types:
-        results = tf.numpy_function(
-            lambda *given: synchronize(*given) or np.int64(0), tickets, tf.int64, name=name
-        )
-        return [results]
     results = tf.numpy_function(synchronize, tickets, list(types), name=name)
     return list(results)
-
-
-def _aligned(array: Array) -> Array:
-    if memory.is_aligned(array):
-        return array
-    copy = memory.empty(array.shape, array.dtype)
-    copy[...] = array
-    return copy
 
 
 def refuse_xla(operation: str) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from hvdlite.transport.types import Array
 
-__all__ = ["empty", "is_aligned", "lease", "lease_like"]
+__all__ = ["aligned", "empty", "lease", "lease_like"]
 
 ALIGNMENT = 64
 """Bytes: TensorFlow copies what does not begin at a multiple of it."""
@@ -95,6 +95,10 @@ def lease_like(arrays: Sequence[Array]) -> list[Array]:
     ]
 
 
-def is_aligned(array: Array) -> bool:
-    """Whether TensorFlow can take the array over as it is."""
-    return bool(array.flags.c_contiguous) and array.ctypes.data % ALIGNMENT == 0
+def aligned(array: Array) -> Array:
+    """Return the array, or a copy of it that TensorFlow can take over as it is."""
+    if array.flags.c_contiguous and array.ctypes.data % ALIGNMENT == 0:
+        return array
+    copy = empty(array.shape, array.dtype)
+    copy[...] = array
+    return copy

@@ -15,7 +15,6 @@ from hvdlite import Average, MismatchError, ProcessSet, Sum, global_process_set
 from hvdlite.collectives import resolve_op
 from hvdlite.engine import submit
 from hvdlite.transport.types import Array, DType, ReduceOp
-from hvdlite.world import attended
 
 from . import bridge, memory
 from .bridge import Work
@@ -23,12 +22,10 @@ from .compression import Compression, Compressor
 from .partition import check_groups, partition
 from .sparse import submit_sparse
 from .tensors import (
-    array_of,
     check_tensor,
     element_type,
     static_shape,
     storage_of,
-    tensor_of,
 )
 
 __all__ = ["GradientReducer"]
@@ -122,10 +119,10 @@ class GradientReducer:
             return grads
         grads = [self._checked(i, grad) for i, grad in enumerate(grads)]
         if tf.executing_eagerly():
-            with attended():
-                return self._eager(grads, variables)
-        bridge.refuse_xla("The reduction of gradients")
-        return self._in_graph(grads, variables)
+            grads = self._filled(grads, variables)
+        plan = _Plan(self, grads, variables)
+        results = bridge.execute(plan.jobs, plan.types, plan.shapes, "The reduction of gradients")
+        return plan.assemble(results)
 
     def _checked(self, index: int, grad: Any) -> Any:
         if grad is None:
@@ -136,16 +133,10 @@ class GradientReducer:
             grad = tf.convert_to_tensor(grad)
         return check_tensor(grad, "The reduction of gradients", f"grads[{index}]")
 
-    # -- the two ways -------------------------------------------------------------------
+    # -- agreement ----------------------------------------------------------------------
 
-    def _in_graph(self, grads: list[Any], variables: Any) -> list[Any]:
-        plan = _Plan(self, grads, variables)
-        results = bridge.run(plan.jobs, plan.types, "hvdlite_reduce")
-        for result, shape in zip(results, plan.shapes, strict=True):
-            result.set_shape(shape)
-        return plan.assemble(results)
-
-    def _eager(self, grads: list[Any], variables: Any) -> list[Any]:
+    def _filled(self, grads: list[Any], variables: Any) -> list[Any]:
+        """Return gradients of the same kinds on all ranks, zero where one is missing."""
         kinds = self._agree([_kind(g, i, variables) for i, g in enumerate(grads)])
         for i, kind in enumerate(kinds):
             if kind & _DENSE and grads[i] is None:
@@ -154,9 +145,7 @@ class GradientReducer:
                 grads[i] = tf.convert_to_tensor(grads[i])
             elif kind & _SPARSE and grads[i] is None:
                 grads[i] = _no_rows(variables[i])
-        plan = _Plan(self, grads, variables)
-        works = [submit(list(map(array_of, tensors))) for submit, tensors in plan.jobs]
-        return plan.assemble([tensor_of(array) for array in bridge.wait_all(works)])
+        return grads
 
     def _agree(self, kinds: list[int]) -> list[int]:
         """Return which kinds of gradients there are on any rank."""

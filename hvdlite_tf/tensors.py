@@ -105,10 +105,7 @@ def storage_of(array: Any) -> Array:
 
 def tensor_of(array: Array) -> tf.Tensor:
     """Return an eager tensor that takes over the array's memory."""
-    if not memory.is_aligned(array):
-        aligned = memory.empty(array.shape, array.dtype)
-        aligned[...] = array
-        array = aligned
+    array = memory.aligned(array)
     if array.dtype.name == "bfloat16":
         return tf.bitcast(_take(array.view(np.uint16)), tf.bfloat16)
     return _take(array)
