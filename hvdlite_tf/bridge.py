@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdlite import Handle, HvdliteTimeoutError
+from hvdlite import Handle, HvdliteTimeoutError, MismatchError
 from hvdlite.transport.types import Array
 from hvdlite.world import attended
 
@@ -38,13 +38,26 @@ class Work:
     Args:
         handle: what to wait for.
         finish: turns the handle's result into arrays.
+        hint: what to tell users whose ranks have submitted different things.
     """
 
-    __slots__ = ("finish", "handle")
+    __slots__ = ("finish", "handle", "hint")
 
-    def __init__(self, handle: Handle, finish: Callable[[Any], list[Array]]) -> None:
+    def __init__(
+        self, handle: Handle, finish: Callable[[Any], list[Array]], hint: str = ""
+    ) -> None:
         self.handle = handle
         self.finish = finish
+        self.hint = hint
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Wait for the handle and return its raw result."""
+        try:
+            return self.handle.wait(timeout)
+        except MismatchError as error:
+            if not self.hint:
+                raise
+            raise MismatchError(f"{error} {self.hint}") from None
 
 
 def wait_all(works: Sequence[Work]) -> list[Array]:
@@ -56,23 +69,23 @@ def wait_all(works: Sequence[Work]) -> list[Array]:
     """
     try:
         for work in works:
-            _wait(work.handle, works)
+            _wait(work, works)
     except Exception:
         _drain(works)
         raise
-    return [array for work in works for array in work.finish(work.handle.wait())]
+    return [array for work in works for array in work.finish(work.wait())]
 
 
-def _wait(handle: Handle, works: Sequence[Work]) -> None:
+def _wait(work: Work, works: Sequence[Work]) -> None:
     while True:
         try:
-            handle.wait(_SLICE)
+            work.wait(_SLICE)
             return
         except HvdliteTimeoutError:
             # One that failed explains why this one is not completed.
             for other in works:
-                if other.handle is not handle and other.handle.done():
-                    other.handle.wait()
+                if other is not work and other.handle.done():
+                    other.wait()
 
 
 def _drain(works: Sequence[Work]) -> None:

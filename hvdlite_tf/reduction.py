@@ -35,6 +35,13 @@ _SPARSE = 2
 _SHAPELESS = 4
 """This rank has no gradient, and does not know what shape one would have."""
 
+_HINT = (
+    "The ranks reduce gradients that differ in number, shape, type or kind. Inside a "
+    "tf.function a gradient may not be None, or IndexedSlices, on some ranks only: "
+    "tape.gradient(..., unconnected_gradients=tf.UnconnectedGradients.ZERO) or "
+    "sparse_as_dense=True help."
+)
+
 
 class GradientReducer:
     """Averages or sums gradients over the ranks, eagerly and inside `tf.function`.
@@ -121,7 +128,7 @@ class GradientReducer:
         if tf.executing_eagerly():
             grads = self._filled(grads, variables)
         plan = _Plan(self, grads, variables)
-        results = bridge.execute(plan.jobs, plan.types, plan.shapes, "The reduction of gradients")
+        results = bridge.execute(plan.jobs, plan.types, plan.shapes, "allreduce of gradients")
         return plan.assemble(results)
 
     def _checked(self, index: int, grad: Any) -> Any:
@@ -197,7 +204,9 @@ class GradientReducer:
             process_set=self.process_set,
         )
         return Work(
-            handle, lambda _: [a.view(dtype) for a, dtype in zip(results, types, strict=True)]
+            handle,
+            lambda _: [a.view(dtype) for a, dtype in zip(results, types, strict=True)],
+            _HINT,
         )
 
     def submit_sparse(self, arrays: Sequence[Array], name: str) -> Work:
