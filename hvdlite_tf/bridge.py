@@ -26,7 +26,7 @@ __all__ = ["Mailbox", "Submit", "Work", "execute", "refuse_xla", "run", "wait_al
 
 _SLICE = 0.5
 """Seconds between looks whether another handle has failed meanwhile."""
-_DRAIN = 5.0
+_DRAIN = 2.0
 """Seconds to wait, after a failure, for what was submitted along with what failed."""
 
 Submit = Callable[[Sequence[Array]], "Work"]
@@ -38,26 +38,29 @@ class Work:
     Args:
         handle: what to wait for.
         finish: turns the handle's result into arrays.
-        hint: what to tell users whose ranks have submitted different things.
+        explain: makes the error of ranks that have submitted different things say more.
     """
 
-    __slots__ = ("finish", "handle", "hint")
+    __slots__ = ("explain", "finish", "handle")
 
     def __init__(
-        self, handle: Handle, finish: Callable[[Any], list[Array]], hint: str = ""
+        self,
+        handle: Handle,
+        finish: Callable[[Any], list[Array]],
+        explain: Callable[[MismatchError], MismatchError] | None = None,
     ) -> None:
         self.handle = handle
         self.finish = finish
-        self.hint = hint
+        self.explain = explain
 
     def wait(self, timeout: float | None = None) -> Any:
         """Wait for the handle and return its raw result."""
         try:
             return self.handle.wait(timeout)
         except MismatchError as error:
-            if not self.hint:
+            if self.explain is None:
                 raise
-            raise MismatchError(f"{error} {self.hint}") from None
+            raise self.explain(error) from None
 
 
 def wait_all(works: Sequence[Work]) -> list[Array]:

@@ -168,10 +168,7 @@ def _sparse(
     if factor != 1.0:
         values = slices.values * tf.cast(factor, slices.values.dtype)
         slices = tf.IndexedSlices(values, slices.indices, slices.dense_shape)
-    # Unnamed ones are matched by their order elsewhere; here they need some name.
-    reducer = GradientReducer(
-        op=op, compression=compression, process_set=process_set, name=name or "allreduce.slices"
-    )
+    reducer = GradientReducer(op=op, compression=compression, process_set=process_set, name=name)
     result: tf.IndexedSlices = reducer([slices])[0]
     return result
 

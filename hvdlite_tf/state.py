@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from hvdlite import MismatchError, ProcessSet, global_process_set, world
 from hvdlite.transport.types import Array
 
 from . import bridge, requests
+from .agreement import difference, marker
 from .tensors import check_tensor
 
 __all__ = [
@@ -103,7 +103,9 @@ def _broadcast(variables: list[Any], root: int, name: str, process_set: ProcessS
     ]
     described = [f"{tensor.dtype.name}{list(tensor.shape)}" for tensor in tensors]
     if tf.executing_eagerly():
-        _agree(described, process_set)
+        found = difference(described, process_set)
+        if found:
+            raise MismatchError(f"Mismatched variables in broadcast_variables: {found}.")
     if not tensors:
         return
     jobs = [
@@ -111,7 +113,7 @@ def _broadcast(variables: list[Any], root: int, name: str, process_set: ProcessS
         for i, chunk in enumerate(_chunks(tensors))
     ]
     if not tf.executing_eagerly():
-        jobs.insert(0, _comparison(described, name, process_set))
+        jobs.insert(0, _comparison(described, process_set))
     values = bridge.execute(
         jobs,
         [tensor.dtype for tensor in tensors],
@@ -122,37 +124,16 @@ def _broadcast(variables: list[Any], root: int, name: str, process_set: ProcessS
         variable.assign(value)
 
 
-def _agree(described: list[str], process_set: ProcessSet) -> None:
-    everybody = hvdlite.allgather_object(
-        (len(described), zlib.crc32(repr(described).encode())), None, process_set
-    )
-    if len(set(everybody)) == 1:
-        return
-    details = hvdlite.allgather_object(described, None, process_set)
-    ranks = process_set.require_ranks()
-    for rank, theirs in zip(ranks, details, strict=True):
-        first = details[0]
-        if len(theirs) != len(first):
-            difference = f"rank {ranks[0]} has {len(first)}, rank {rank} has {len(theirs)}"
-            break
-        unequal = [i for i, (a, b) in enumerate(zip(first, theirs, strict=True)) if a != b]
-        if unequal:
-            i = unequal[0]
-            difference = f"number {i} is {first[i]} on rank {ranks[0]}, {theirs[i]} on rank {rank}"
-            break
-    else:
-        difference = "their descriptions differ"
-    raise MismatchError(f"Mismatched variables in broadcast_variables: {difference}.")
-
-
-def _comparison(described: list[str], name: str, process_set: ProcessSet) -> Any:
+def _comparison(described: list[str], process_set: ProcessSet) -> Any:
     """Return a job without data, which fails on all ranks where their variables differ."""
-    digest = zlib.crc32(repr(described).encode()) & 0x7FFFFFFF
-    start = requests.allgather(process_set, f"{name}.digest")
+    start = requests.allgather(process_set, None)
 
     def compare(_: Sequence[Array]) -> bridge.Work:
-        work = start([np.empty((0, digest), dtype=np.uint8)])
-        return bridge.Work(work.handle, lambda _: [])
+        work = start([marker(described)])
+        return bridge.Work(work.handle, lambda _: [], explain)
+
+    def explain(error: MismatchError) -> MismatchError:
+        return MismatchError(f"Mismatched variables in broadcast_variables: {error}")
 
     return compare, []
 

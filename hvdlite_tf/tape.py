@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,7 +9,6 @@ import tensorflow as tf
 
 from hvdlite import Average, ProcessSet, global_process_set
 from hvdlite.transport.types import ReduceOp
-from hvdlite.world import engine
 
 from .compression import Compression, Compressor
 from .partition import identity
@@ -64,7 +62,6 @@ class _Tape(tf.GradientTape):  # type: ignore[misc]
         is_local = [identity(source) in self._hvdlite_local for source in flat_sources]
         everywhere = [i for i, local in enumerate(is_local) if not local]
         shared = [flat_sources[i] for i in everywhere]
-        self._hvdlite_reducer.name = _label(self._hvdlite_reducer, shared)
         reduced = self._hvdlite_reducer([grads[i] for i in everywhere], shared)
         for i, grad in zip(everywhere, reduced, strict=True):
             grads[i] = grad
@@ -142,7 +139,8 @@ def DistributedGradientTape(
         sparse_as_dense=sparse_as_dense,
         gradient_predivide_factor=gradient_predivide_factor,
         process_set=process_set,
-        name="tape",
+        # Tapes are made anew in every step, and no name would stay the same on all ranks.
+        name=None,
     )
     cls = _class_for(type(gradtape))
     wrapped: Any = cls.__new__(cls)
@@ -224,32 +222,3 @@ def _divided(grad: Any, size: int) -> Any:
         values = grad.values / tf.cast(size, grad.values.dtype)
         return tf.IndexedSlices(values, grad.indices, grad.dense_shape)
     return grad / tf.cast(size, grad.dtype)
-
-
-# -- names --------------------------------------------------------------------------------
-
-_labels: dict[Any, str] = {}
-_labels_engine: Any = None
-
-
-def _label(reducer: GradientReducer, sources: list[Any]) -> str:
-    """Return a name that stays the same from step to step and from trace to trace.
-
-    Tapes are made anew in every step. What they have in common is what they are asked for,
-    and all ranks ask for different things in the same order. Were that itself the name, ranks
-    that disagree would wait for each other instead of getting an error.
-    """
-    global _labels_engine
-    current = engine()
-    if _labels_engine is None or _labels_engine() is not current:
-        _labels.clear()
-        _labels_engine = weakref.ref(current)
-    signature = (
-        tuple((str(source.shape), tf.as_dtype(source.dtype).name) for source in sources),
-        reducer.op,
-        reducer.compression,
-        reducer.sparse_as_dense,
-        reducer.gradient_predivide_factor,
-        reducer.process_set.process_set_id,
-    )
-    return _labels.setdefault(signature, f"tape.{len(_labels)}")
