@@ -20,6 +20,7 @@ from .backends import backend
 __all__ = [
     "allgather",
     "allreduce",
+    "as_array",
     "broadcast",
     "broadcast_global_variables",
     "broadcast_weights",
@@ -50,10 +51,10 @@ def allreduce(
     Returns:
         An array of the value's shape.
     """
-    small, context = _array(value), None
+    small, context = as_array(value), None
     if compression is not None and compression is not backend().compression.none:
         tensor, context = compression.compress(keras.ops.convert_to_tensor(small))
-        small = _array(tensor)
+        small = as_array(tensor)
     result = hvdlite.allreduce(
         small,
         average=average,
@@ -64,22 +65,22 @@ def allreduce(
     )
     if context is not None:
         result = compression.decompress(keras.ops.convert_to_tensor(result), context)
-    return _array(result)
+    return as_array(result)
 
 
 def allgather(value: Any, name: str | None = None) -> Array:
     """Join a value of all ranks along its first dimension, which may differ between ranks."""
-    return hvdlite.allgather(_array(value), name=name)
+    return hvdlite.allgather(as_array(value), name=name)
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> Array:
     """Return the value of one rank on all ranks."""
-    return hvdlite.broadcast(_array(value), root_rank, name=name)
+    return hvdlite.broadcast(as_array(value), root_rank, name=name)
 
 
 def reducescatter(value: Any, name: str | None = None, op: ReduceOp = Average) -> Array:
     """Combine a value of all ranks; each gets a part of the result's first dimension."""
-    return hvdlite.reducescatter(_array(value), name=name, op=op)
+    return hvdlite.reducescatter(as_array(value), name=name, op=op)
 
 
 def broadcast_global_variables(root_rank: int) -> NoReturn:
@@ -117,7 +118,7 @@ def broadcast_weights(
     _check_alike(variables, name, process_set)
     if not variables or process_set.size() == 1:
         return
-    arrays = [np.array(_array(variable), order="C") for variable in variables]
+    arrays = [np.array(as_array(variable), order="C") for variable in variables]
     dtypes = [DType.of(array) for array in arrays]
     views = storage_views(arrays, dtypes)
     handle = submit_broadcast(
@@ -151,7 +152,11 @@ def _check_alike(variables: Sequence[Any], name: str | None, process_set: Proces
         )
 
 
-def _array(value: Any) -> Array:
+def as_array(value: Any) -> Array:
+    """Return a number, array, tensor or variable as a NumPy array."""
+    # NumPy 2 warns about what Keras variables convert themselves with.
+    if isinstance(value, keras.Variable):
+        value = value.value
     if isinstance(value, (np.ndarray, np.generic, int, float, complex, list, tuple)):
         return np.asarray(value)
     return np.asarray(keras.ops.convert_to_numpy(value))

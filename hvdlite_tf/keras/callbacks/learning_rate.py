@@ -14,6 +14,8 @@ import numpy as np
 
 import hvdlite
 
+from ..values import as_array
+
 __all__ = ["LearningRateScheduleCallback", "LearningRateWarmupCallback"]
 
 
@@ -97,7 +99,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             self._rescale_momentum(self._get() / old)
 
     def _get(self) -> float:
-        return float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate))
+        return float(as_array(self.model.optimizer.learning_rate))
 
     def _set(self, rate: float) -> None:
         optimizer = self.model.optimizer
@@ -118,7 +120,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         if isinstance(optimizer, keras.optimizers.SGD) and optimizer.momentum and optimizer.built:
             for momentum in optimizer.momentums:
                 if momentum is not None:
-                    value = keras.ops.convert_to_numpy(momentum)
+                    value = as_array(momentum)
                     momentum.assign((value * np.float32(ratio)).astype(value.dtype))
 
 

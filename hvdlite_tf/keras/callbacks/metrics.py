@@ -10,6 +10,8 @@ import numpy as np
 
 import hvdlite
 
+from ..values import as_array
+
 __all__ = ["MetricAverageCallback"]
 
 
@@ -50,6 +52,6 @@ def _numeric(item: tuple[str, Any]) -> tuple[str, Any]:
     """Return name and value in double precision, or no name if it is no number."""
     key, value = item
     try:
-        return key, np.asarray(keras.ops.convert_to_numpy(value), dtype=np.float64)
+        return key, as_array(value).astype(np.float64)
     except (TypeError, ValueError):
         return "", None
