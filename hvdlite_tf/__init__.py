@@ -59,13 +59,11 @@ from hvdlite import __version__ as __version__
 if TYPE_CHECKING:
     from .compression import Compression
     from .keras import DistributedOptimizer
+    from .movement import allgather, alltoall, grouped_allgather
     from .ops import (
-        allgather,
         allreduce,
-        alltoall,
         barrier,
         broadcast,
-        grouped_allgather,
         grouped_allreduce,
         grouped_reducescatter,
         join,
@@ -165,9 +163,9 @@ __all__ = [
 _PLACES = {
     "compression": "Compression",
     "keras": "DistributedOptimizer",
+    "movement": "allgather alltoall grouped_allgather",
     "ops": (
-        "allgather allreduce alltoall barrier broadcast grouped_allgather grouped_allreduce "
-        "grouped_reducescatter join reducescatter"
+        "allreduce barrier broadcast grouped_allreduce grouped_reducescatter join reducescatter"
     ),
     "state": (
         "allgather_object broadcast_ broadcast_object broadcast_object_fn broadcast_variables "

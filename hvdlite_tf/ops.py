@@ -3,17 +3,13 @@
 Every collective must be called by all ranks of its process set. Inside a `tf.function` they
 run in the order in which they were called when it was traced, which has to be the same on all
 ranks. Gradients pass through `allreduce` and `reducescatter` (with Sum and Average),
-`allgather`, `broadcast`, `alltoall` and their grouped forms.
-
-The loss that is differentiated is the sum of the losses of all ranks, so what a rank's input
-gets is what all ranks' results pass back to it. The backward pass of a collective is itself a
-collective: all ranks have to run it.
+`allgather`, `broadcast`, `alltoall` and their grouped forms; see autograd.py.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -24,26 +20,24 @@ from hvdlite.collectives import resolve_op
 from hvdlite.transport.types import ReduceOp
 
 from . import bridge, requests
+from .autograd import Tensors, backward_name, differentiable, refuse_nonlinear
 from .compression import Compression, Compressor
+from .movement import after_first, allgather_tensors
 from .reduction import GradientReducer
 from .requests import Reduction
 from .tensors import check_tensor, check_tensors
 
 __all__ = [
-    "allgather",
     "allreduce",
-    "alltoall",
     "barrier",
     "broadcast",
-    "grouped_allgather",
     "grouped_allreduce",
     "grouped_reducescatter",
     "join",
     "reducescatter",
 ]
 
-Tensors = list[tf.Tensor]
-untraced: Callable[[Any], Any] = tf.autograph.experimental.do_not_convert
+untraced: Any = tf.autograph.experimental.do_not_convert
 
 
 # -- reductions ---------------------------------------------------------------------------
@@ -149,10 +143,10 @@ def _reduce(tensors: Tensors, reduction: Reduction, name: str | None) -> Tensors
         )
 
     def backward(_: Any, gradients: Tensors) -> Tensors:
-        _refuse_nonlinear(reduction.op, "allreduce")
-        return _reduce(gradients, reduction, _backward_name(name))
+        refuse_nonlinear(reduction.op, "allreduce")
+        return _reduce(gradients, reduction, backward_name(name))
 
-    return _differentiable(lambda given: (forward(given), None), backward, tensors)
+    return differentiable(lambda given: (forward(given), None), backward, tensors)
 
 
 def _sparse(
@@ -166,7 +160,7 @@ def _sparse(
     if op not in (Sum, Average):
         raise NotImplementedError(f"allreduce: {op} of IndexedSlices is not defined here.")
     if factor != 1.0:
-        values = slices.values * tf.cast(factor, slices.values.dtype)
+        values = slices.values * tf.constant(factor, slices.values.dtype)
         slices = tf.IndexedSlices(values, slices.indices, slices.dense_shape)
     reducer = GradientReducer(op=op, compression=compression, process_set=process_set, name=name)
     result: tf.IndexedSlices = reducer([slices])[0]
@@ -228,90 +222,27 @@ def _reducescatter(
         results = bridge.execute(
             [(requests.reducescatter(reduction, name), given)],
             [tensor.dtype for tensor in given],
-            [_after_first(tensor) for tensor in given],
+            [after_first(tensor) for tensor in given],
             "reducescatter",
         )
         return results, None
 
     def backward(_: Any, gradients: Tensors) -> Tensors:
-        _refuse_nonlinear(reduction.op, "reducescatter")
+        refuse_nonlinear(reduction.op, "reducescatter")
         factor = reduction.prescale * reduction.postscale
         if reduction.op is Average:
             factor /= process_set.size()
-        gathered = _allgather(gradients, _backward_name(name), process_set)
-        return [tensor * tf.cast(factor, tensor.dtype) for tensor in gathered]
+        gathered = allgather_tensors(gradients, backward_name(name), process_set)
+        return [tensor * tf.constant(factor, tensor.dtype) for tensor in gathered]
 
-    results = _differentiable(forward, backward, [small for small, _ in pairs])
+    results = differentiable(forward, backward, [small for small, _ in pairs])
     return [
         compression.decompress(result, context)
         for result, (_, context) in zip(results, pairs, strict=True)
     ]
 
 
-# -- movement -----------------------------------------------------------------------------
-
-
-@untraced
-def allgather(
-    tensor: Any,
-    name: str | None = None,
-    ignore_name_scope: bool = False,
-    process_set: ProcessSet = global_process_set,
-) -> tf.Tensor:
-    """Concatenate the tensors of all ranks along the first dimension, in rank order.
-
-    Args:
-        tensor: at least one dimension; the first one may differ between ranks, and be 0.
-        name: identifies the tensor across ranks.
-        ignore_name_scope: accepted for compatibility.
-        process_set: the ranks that take part.
-
-    Raises:
-        TypeError: the argument is no dense tensor.
-        ValueError: the tensor has no dimension.
-        MismatchError, HvdliteInternalError: as for `allreduce`.
-    """
-    return _allgather([check_tensor(tensor, "allgather")], name, process_set)[0]
-
-
-@untraced
-def grouped_allgather(
-    tensors: Sequence[Any],
-    name: str | None = None,
-    ignore_name_scope: bool = False,
-    process_set: ProcessSet = global_process_set,
-) -> Tensors:
-    """Do an `allgather` of several tensors, which become ready together."""
-    return _allgather(check_tensors(tensors, "grouped_allgather"), name, process_set)
-
-
-def _allgather(tensors: Tensors, name: str | None, process_set: ProcessSet) -> Tensors:
-    if not tensors:
-        return []
-
-    def forward(given: Tensors) -> tuple[Tensors, Any]:
-        # The rows of every rank travel along: the backward pass has to know who gave which.
-        rows = tf.stack([[tf.shape(t)[0] if t.shape.rank != 0 else 0 for t in given]])
-        *results, rows = bridge.execute(
-            [(requests.allgather(process_set, name), [*given, rows])],
-            [*(tensor.dtype for tensor in given), tf.int32],
-            [*map(_after_first, given), [process_set.size(), len(given)]],
-            "allgather",
-        )
-        return results, tf.unstack(rows, axis=1, num=len(given))
-
-    def backward(rows: Tensors, gradients: Tensors) -> Tensors:
-        back = _backward_name(name)
-        size = process_set.size()
-        sums = []
-        for i, (gradient, splits) in enumerate(zip(gradients, rows, strict=True)):
-            part, _ = _alltoall(gradient, splits, back and f"{back}.{i}", process_set)
-            shape = tf.shape(part)
-            parts = tf.reshape(part, tf.concat([[size, shape[0] // size], shape[1:]], 0))
-            sums.append(tf.reduce_sum(parts, axis=0))
-        return sums
-
-    return _differentiable(forward, backward, tensors)
+# -- broadcast -----------------------------------------------------------------------------
 
 
 @untraced
@@ -348,65 +279,11 @@ def broadcast(
 
     def backward(_: Any, gradients: Tensors) -> Tensors:
         reduction = Reduction(Sum, 1.0, 1.0, process_set)
-        totals = _reduce(gradients, reduction, _backward_name(name))
+        totals = _reduce(gradients, reduction, backward_name(name))
         is_root = hvdlite.rank() == root_rank
         return totals if is_root else [tf.zeros_like(total) for total in totals]
 
-    return _differentiable(forward, backward, [check_tensor(tensor, "broadcast")])[0]
-
-
-@untraced
-def alltoall(
-    tensor: Any,
-    splits: Any = None,
-    name: str | None = None,
-    ignore_name_scope: bool = False,
-    process_set: ProcessSet = global_process_set,
-) -> Any:
-    """Send consecutive rows to rank 0, 1, ... and return the rows received, in rank order.
-
-    Args:
-        tensor: at least one dimension.
-        splits: how many rows each rank gets (a tensor or a sequence); None splits evenly.
-        name: identifies the tensor across ranks.
-        ignore_name_scope: accepted for compatibility.
-        process_set: the ranks that take part.
-
-    Returns:
-        The received rows; with `splits`, a pair of them and how many came from each rank.
-
-    Raises:
-        TypeError: the argument is no dense tensor, or the splits are no integers.
-        ValueError: the tensor has no dimension, or the splits don't fit it.
-        MismatchError, HvdliteInternalError: as for `allreduce`.
-    """
-    given = check_tensor(tensor, "alltoall")
-    if splits is None:
-        return _alltoall(given, None, name, process_set)[0]
-    splits = tf.convert_to_tensor(splits)
-    if not splits.dtype.is_integer:
-        raise TypeError(f"alltoall: splits must be integers, not {splits.dtype.name}.")
-    return tuple(_alltoall(given, splits, name, process_set))
-
-
-def _alltoall(
-    tensor: tf.Tensor, splits: tf.Tensor | None, name: str | None, process_set: ProcessSet
-) -> Tensors:
-    more = [] if splits is None else [splits]
-
-    def forward(given: Tensors) -> tuple[Tensors, Any]:
-        results = bridge.execute(
-            [(requests.alltoall(process_set, name), [*given, *more])],
-            [given[0].dtype, tf.int32 if splits is None else splits.dtype],
-            [_after_first(given[0]), [process_set.size()]],
-            "alltoall",
-        )
-        return results, results[1]
-
-    def backward(received: tf.Tensor, gradients: Tensors) -> Tensors:
-        return _alltoall(gradients[0], received, _backward_name(name), process_set)[:1]
-
-    return _differentiable(forward, backward, [tensor])
+    return differentiable(forward, backward, [check_tensor(tensor, "broadcast")])[0]
 
 
 # -- the rest -----------------------------------------------------------------------------
@@ -443,66 +320,3 @@ def join() -> Any:
     result = tf.numpy_function(lambda: tf.int32.as_numpy_dtype(hvdlite.join()), [], tf.int32)
     result.set_shape([])
     return result
-
-
-# -- gradients ----------------------------------------------------------------------------
-
-
-def _differentiable(
-    forward: Callable[[Tensors], tuple[Tensors, Any]],
-    backward: Callable[[Any, Tensors], Tensors],
-    tensors: Tensors,
-) -> Tensors:
-    """Run a collective so that gradients pass through it.
-
-    Args:
-        forward: returns the results, and what `backward` has to know.
-        backward: gets that and the gradients of the results that have any, and returns those
-            of the tensors that have any. A result has a gradient if its tensor has; results
-            beyond the tensors have none.
-        tensors: the collective's inputs.
-    """
-    places = [i for i, tensor in enumerate(tensors) if _has_gradient(tensor)]
-    if not places:
-        return list(forward(tensors)[0])
-
-    @tf.custom_gradient
-    def function(*given: tf.Tensor) -> Any:
-        results, known = forward(list(given))
-
-        def gradient(*gradients: Any) -> list[Any]:
-            some = [_dense(gradients[i], results[i]) for i in places]
-            if len(places) != len(given) and isinstance(known, list):
-                passed = backward([known[i] for i in places], some)
-            else:
-                passed = backward(known, some)
-            spread: list[Any] = [None] * len(given)
-            for i, value in zip(places, passed, strict=True):
-                spread[i] = value
-            return spread
-
-        return results, gradient
-
-    return list(function(*tensors))
-
-
-def _has_gradient(tensor: tf.Tensor) -> bool:
-    return bool(tensor.dtype.is_floating or tensor.dtype.is_complex)
-
-
-def _dense(gradient: Any, like: tf.Tensor) -> tf.Tensor:
-    return tf.zeros_like(like) if gradient is None else tf.convert_to_tensor(gradient)
-
-
-def _refuse_nonlinear(op: ReduceOp, operation: str) -> None:
-    if op not in (Sum, Average):
-        raise NotImplementedError(f"{operation}: the gradient of {op} is not defined here.")
-
-
-def _backward_name(name: str | None) -> str | None:
-    return name and f"{name}.gradient"
-
-
-def _after_first(tensor: tf.Tensor) -> Any:
-    """Return the shape of a result of which only the ranks together know the rows."""
-    return tf.TensorShape([None]).concatenate(tensor.shape[1:]) if tensor.shape.rank else None
