@@ -157,6 +157,8 @@ class Distributed:
                 "pickled; a number of groups can."
             )
         make, arguments, *_ = super().__reduce__()  # type: ignore[misc]
+        if getattr(make, "__self__", None) is type(self):
+            make = getattr(type(self).__bases__[1], make.__name__)  # pickle finds plain ones only
         return _restored, (make, arguments, replace(state.options, process_set=None), state.label)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -68,10 +69,10 @@ class _Reducer:
             return grads
         present = [place for place, grad in enumerate(grads) if grad is not None]
         # Places as the shape of an empty tensor: ranks that disagree about them get an error.
-        mask = sum(1 << (place % 30) for place in present)
+        digest = zlib.crc32(repr(present).encode()) & 0x7FFFFFFF
         dense = [grads[p].to_dense() if grads[p].is_sparse else grads[p] for p in present]
         results = grouped_allreduce(
-            [*dense, torch.empty((0, len(grads), mask % (1 << 30)), dtype=torch.uint8)],
+            [*dense, torch.empty((0, digest), dtype=torch.uint8)],
             op=self.op,
             name=self.name,
             compression=self.compression,
