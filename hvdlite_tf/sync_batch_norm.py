@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from hvdlite import ProcessSet, global_process_set
 
-from .ops import allgather
+from .movement import allgather
 
 __all__ = ["SyncBatchNormalization"]
 
