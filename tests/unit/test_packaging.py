@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -39,13 +40,37 @@ sys.exit(f"imported {loaded}" if loaded else 0)
     assert done.returncode == 0, done.stderr
 
 
-def test_the_tensorflow_adapter_says_that_it_is_missing() -> None:
-    with pytest.raises(NotImplementedError, match=r"hvdlite_tf\.init .* not been written yet"):
-        hvdlite_tf.init()
-    with pytest.raises(NotImplementedError, match=r"hvdlite_tf\.DistributedGradientTape"):
-        from hvdlite_tf import DistributedGradientTape  # noqa: F401
+def test_without_tensorflow_the_adapter_says_what_to_install() -> None:
+    code = """
+import sys
+sys.modules["tensorflow"] = sys.modules["keras"] = None  # as if they were not installed
+import hvdlite_tf
+assert hvdlite_tf.Average.name == "AVERAGE"
+try:
+    from hvdlite_tf import DistributedGradientTape
+except ImportError as error:
+    sys.exit(0 if "pip install 'hvdlite[tensorflow]'" in str(error) else str(error))
+sys.exit("no error")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
 
 
-def test_the_missing_adapter_is_an_ordinary_module_to_tools() -> None:
+def test_the_lazy_adapter_is_an_ordinary_module_to_tools() -> None:
     assert not hasattr(hvdlite_tf, "__wrapped__")
-    assert "DistributedOptimizer" not in dir(hvdlite_tf)
+    assert {"DistributedOptimizer", "DistributedGradientTape"} <= set(dir(hvdlite_tf))
+
+
+@pytest.mark.parametrize(
+    ("package", "other"), [("hvdlite_tf.ops", "torch"), ("hvdlite_torch", "tensorflow")]
+)
+def test_an_adapter_does_not_import_the_other_framework(package: str, other: str) -> None:
+    if importlib.util.find_spec("tensorflow" if other == "torch" else "torch") is None:
+        pytest.skip("the adapter's own framework is not installed")
+    code = f"import sys, {package}; sys.exit({other!r} in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
