@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from .outer import Runner, limit_of, size_of
+from .outer import Runner, family_of, limit_of, size_of
 
 HERE = Path(__file__).parent
 SIZES = (1, 2, 3, 4)
@@ -86,13 +86,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         ours = [item for item in ours if item not in unwanted]
         for item in filter(_runs_inside, ours):
             item.fixturenames = []  # type: ignore[attr-defined]  # they belong to the ranks
-        # Jobs start once per file and size; a file's whole-job tests come after them.
+        # Jobs start once per family and size; whole-job tests come after them.
         files = list(dict.fromkeys(item.path for item in ours))
         ours.sort(
             key=lambda item: (
-                files.index(item.path),
+                family_of(item),
                 not _runs_inside(item),
                 (size_of(item) or 0) if _runs_inside(item) else 0,
+                files.index(item.path),
             )
         )
     if dropped:

@@ -1,7 +1,8 @@
-"""The side outside MPI: one job per file and number of ranks, one report per test.
+"""The side outside MPI: one job per family of files and number of ranks, one report per test.
 
-The first test of a (file, np) starts the job with all tests of that group that were selected;
-each test then waits for its own outcome, which every rank writes to a file as it goes. When a
+A family is the files that need the same framework: to start a job and to import torch or
+TensorFlow takes longer than most tests. The first test of a (family, np) starts the job with
+all tests of that group that were selected; each test then waits for its own outcome, which every rank writes to a file as it goes. When a
 job ends early, the tests that it did not reach get a new one.
 """
 
@@ -19,13 +20,15 @@ import pytest
 
 from .jobs import Job, slower, tail
 
-__all__ = ["Outcome", "Runner", "limit_of", "size_of"]
+__all__ = ["Outcome", "Runner", "family_of", "limit_of", "size_of"]
 
-START = 60.0
+FRAMEWORKS = ("torch", "tf", "keras")
+
+START = 120.0
 """Seconds a job may take to begin its first test, and from one test to the next."""
 END = 20.0
 """Seconds a job may take to leave after its last test."""
-WHOLE = 600.0
+WHOLE = 1500.0
 """Seconds of a whole job; what it has not reached by then goes to a new one."""
 GRACE = 4.0
 """Seconds for the other ranks to finish a test that has failed on one."""
@@ -70,7 +73,7 @@ def _telling(frame: str) -> bool:
 
 
 class _TestJob:
-    """One `mpirun python -m pytest <file>` and what its ranks have reported so far."""
+    """One `mpirun python -m pytest <files>` and what its ranks have reported so far."""
 
     def __init__(self, np: int, items: Sequence[pytest.Item], config: pytest.Config) -> None:
         self.np = np
@@ -83,7 +86,7 @@ class _TestJob:
         self._deadline = slower(WHOLE)
         self._job = Job(
             np,
-            [*arguments, str(items[0].path)],
+            [*arguments, *dict.fromkeys(str(item.path) for item in items)],
             self._deadline,
             # Plugins that are installed by chance cost every rank seconds.
             {"HVDLITE_TEST_INNER": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
@@ -198,7 +201,7 @@ class Runner:
 
     def __init__(self) -> None:
         self._job: _TestJob | None = None
-        self._group: tuple[Path, int] | None = None
+        self._group: tuple[str, int] | None = None
         self._barren = 0
         self._barren_text = ""
 
@@ -210,12 +213,12 @@ class Runner:
             np: how many ranks it runs on.
             limit: seconds that it may take.
         """
-        group = (item.path, np)
+        group = (family_of(item), np)
         if group != self._group:
             self.close()
             self._group, self._barren = group, 0
         if self._barren >= 2:
-            return Outcome("failed", f"no job of this file starts\n{self._barren_text}")
+            return Outcome("failed", f"no job of these files starts\n{self._barren_text}")
         if self._job is not None and item.nodeid in self._job.pending:
             outcome = self._job.outcome(item.nodeid, limit)
             if outcome is not None:
@@ -242,7 +245,7 @@ class Runner:
         return [
             other
             for other in items[items.index(item) :]
-            if other.path == item.path
+            if family_of(other) == family_of(item)
             and other.get_closest_marker("whole_job") is None
             and size_of(other) == np
         ]
@@ -252,6 +255,12 @@ class Runner:
         if self._job is not None:
             self._job.close(patience)
             self._job = None
+
+
+def family_of(item: pytest.Item) -> str:
+    """Return what the tests of one job have in common: the framework in the file's name."""
+    framework = item.path.stem.split("_")[1]
+    return framework if framework in FRAMEWORKS else ""
 
 
 def size_of(item: pytest.Item) -> int | None:
