@@ -11,6 +11,9 @@ VENV="$ROOT/.venv"
 # with, say, TORCH_REQUIREMENT='torch>=2.2' where this release is not to be had.
 TORCH_REQUIREMENT="${TORCH_REQUIREMENT:-torch==2.13.0}"
 
+# The CPU build, which is a third of the size. Empty: the tests do without TensorFlow.
+TENSORFLOW_REQUIREMENT="${TENSORFLOW_REQUIREMENT-tensorflow-cpu==2.21.*}"
+
 say() { printf '==> %s\n' "$*" >&2; }
 
 die() {
@@ -83,6 +86,24 @@ install_extras() {
         done
     fi
     use_venv
+}
+
+# Install TensorFlow for the tests that need it, unless that has been done already. Where it is
+# not to be had, say so and go on: these tests are skipped then. Usage: install_tensorflow [required]
+install_tensorflow() {
+    local stamp="$VENV/.tensorflow"
+    if [ -z "$TENSORFLOW_REQUIREMENT" ] || [ "$(cat "$stamp" 2>/dev/null)" = "$TENSORFLOW_REQUIREMENT" ]; then
+        return
+    fi
+    say "installing $TENSORFLOW_REQUIREMENT (minutes the first time)"
+    if "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check \
+        "$TORCH_REQUIREMENT" "$TENSORFLOW_REQUIREMENT" "keras>=3"; then
+        printf '%s' "$TENSORFLOW_REQUIREMENT" >"$stamp"
+    elif [ "${1:-}" = required ]; then
+        die "the installation of $TENSORFLOW_REQUIREMENT failed, see above"
+    else
+        say "going on without TensorFlow: the tests that need it are skipped"
+    fi
 }
 
 use_venv() {

