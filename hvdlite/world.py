@@ -24,6 +24,7 @@ from .transport.base import Communicator, Pending
 if TYPE_CHECKING:
     from .engine.engine import Engine
     from .engine.statistics import Statistics
+    from .metrics import MetricsServer
     from .process_sets import ProcessSet
 
 __all__ = [
@@ -55,6 +56,7 @@ class World:
     """Host of every rank."""
     mpi_group: Any
     """The ranks as an MPI group, None without MPI."""
+    metrics: MetricsServer | None = None
     sets: dict[int, ProcessSet] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -200,6 +202,8 @@ def _shutdown(reason: str) -> None:
         if state is None:
             return
         state.engine.shutdown(reason)
+        if state.metrics is not None:
+            state.metrics.close()
         for process_set in state.sets.values():
             if process_set is not global_process_set:
                 process_set.process_set_id = None
@@ -345,6 +349,7 @@ def _connect(base: Communicator, mpi_group: Any, settings: Settings) -> World:
 
     hosts = _gather_text(base, _host_key(settings))
     shared, affinity = _agree(base, settings, hosts)
+    metrics = _serve_metrics(base, shared, hosts) if shared.metrics_port else None
     options = EngineOptions(
         fusion_threshold=shared.fusion_threshold,
         cache_capacity=shared.cache_capacity,
@@ -362,7 +367,10 @@ def _connect(base: Communicator, mpi_group: Any, settings: Settings) -> World:
         options,
         affinity=affinity,
     )
-    return World(engine, shared, base.rank, base.size, hosts, mpi_group)
+    state = World(engine, shared, base.rank, base.size, hosts, mpi_group, metrics)
+    if metrics is not None:
+        metrics.watch(state)
+    return state
 
 
 def _host_key(settings: Settings) -> str:
@@ -400,6 +408,34 @@ def _agree(comm: Communicator, settings: Settings, hosts: list[str]) -> tuple[Se
     names = {f.name for f in dataclasses.fields(settings)} - {"hostname", "thread_affinity"}
     shared = dataclasses.replace(settings, **{name: everybody[0][name] for name in names})
     return shared, affinity
+
+
+def _serve_metrics(comm: Communicator, settings: Settings, hosts: list[str]) -> MetricsServer:
+    from .engine.coordinator import show_ranks
+    from .metrics import MetricsServer
+
+    server, trouble = None, ""
+    port = settings.metrics_port + hosts[: comm.rank].count(hosts[comm.rank])
+    try:
+        server = MetricsServer(settings.metrics_host, port)
+    except ImportError:
+        trouble = "the library prometheus-client is missing: pip install 'hvdlite[metrics]'"
+    except (OSError, OverflowError) as error:
+        trouble = f"port {port} of {settings.metrics_host} cannot be opened ({error})"
+    by_trouble: dict[str, list[int]] = {}
+    for rank, text in enumerate(_gather_text(comm, trouble)):
+        if text:
+            by_trouble.setdefault(text, []).append(rank)
+    if not by_trouble and server is not None:
+        return server
+    if server is not None:
+        server.close()
+    # On every rank, for the same reason as in _agree.
+    texts = (f"{text} on {show_ranks(ranks)}" for text, ranks in by_trouble.items())
+    raise HvdliteError(
+        f"HVDLITE_METRICS_PORT={settings.metrics_port} cannot be heeded: {'; '.join(texts)}. "
+        "Set another port, or none."
+    )
 
 
 def _gather_text(comm: Communicator, text: str) -> list[str]:

@@ -215,6 +215,10 @@ class Channel:
             logger.debug("round on ranks %s: ready %s", list(self.ranks), names)
         counters.responses += len(outcome.agreed)
         counters.cache_hits += outcome.cached
+        if counters.negotiating_seconds is not None:
+            counters.negotiating_seconds += sum(
+                now - entry.submitted for _, entry in outcome.agreed if entry is not None
+            )
         if outcome.agreed or outcome.join is not None:
             self._in_vain_since = now
         else:

@@ -148,6 +148,9 @@ _CHECKS: tuple[tuple[str, Callable[[Request, Sequence[int]], str]], ...] = (
 )
 
 
+_RUNS_SHOWN = 20
+
+
 def show_ranks(ranks: Sequence[int]) -> str:
     """Return 'rank 3' or 'ranks 0-2, 5', short enough to read with hundreds of ranks."""
     runs: list[list[int]] = []
@@ -156,5 +159,7 @@ def show_ranks(ranks: Sequence[int]) -> str:
             runs[-1][1] = rank
         else:
             runs.append([rank, rank])
-    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs[:_RUNS_SHOWN])
+    if len(runs) > _RUNS_SHOWN:
+        text += f" and {sum(b - a + 1 for a, b in runs[_RUNS_SHOWN:])} more"
     return f"rank{'s' if len(ranks) > 1 else ''} {text}"

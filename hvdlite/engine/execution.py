@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -77,13 +77,10 @@ class Executor:
         recorder = batch.recorder
         if recorder is None:
             return stopwatch
-        stack = ExitStack()
-        stack.enter_context(stopwatch)
         # Those of copying are those of moving, and names take room.
         names = _names(batch) if what == "move" else ()
         place = batch.round, self._set_id, batch.lane
-        stack.enter_context(Span(recorder, what, names, *place, len(batch.pieces), batch.nbytes))
-        return stack
+        return Span(recorder, stopwatch, what, names, *place, len(batch.pieces), batch.nbytes)
 
     # -- reductions ---------------------------------------------------------------------
 

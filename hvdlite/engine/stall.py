@@ -27,6 +27,7 @@ _ASK, _QUERY, _ANSWER, _END = 11, 12, 13, 14
 _TICK = 0.1
 _ANSWER_TIME = 5.0
 _NAMES_SHOWN = 8
+_GROUPS_SHOWN = 6
 
 Waiting: TypeAlias = "dict[str, float]"
 """What a rank waits for: names and the seconds since it submitted them."""
@@ -38,6 +39,11 @@ class StallLimits:
 
     warning: float
     shutdown: float
+
+    @property
+    def patience(self) -> float:
+        """Seconds after which to find out what is going on."""
+        return min(self.warning, self.shutdown) if self.shutdown else self.warning
 
 
 class _At:
@@ -91,7 +97,7 @@ class StallInspector:
         return max(self._waiting().values(), default=0.0)
 
     def _follow(self) -> Operation[None]:
-        warning, shutdown = self._limits.warning, self._limits.shutdown
+        warning, shutdown = self._limits.patience, self._limits.shutdown
         # Rank 0 asks around once in each warning time, whoever asks it to.
         patience = warning + 2 * _ANSWER_TIME
         next_ask = 0.0
@@ -123,7 +129,7 @@ class StallInspector:
         next_inquiry = 0.0
         while self.verdict is None:
             yield _At(self._clock, self._clock() + _TICK)
-            asked = self._oldest() >= self._limits.warning
+            asked = self._oldest() >= self._limits.patience
             for source in range(1, self._comm.size):
                 asked |= (yield from self._take(source, _ASK)) is not None
             if asked and self._clock() >= next_inquiry:
@@ -132,7 +138,7 @@ class StallInspector:
 
     def _again(self, now: float, oldest: float) -> float:
         """Return when to look into it again: when there is a warning or an end to declare."""
-        pause = self._limits.warning
+        pause = self._limits.patience
         if self._limits.shutdown > oldest:
             pause = min(pause, self._limits.shutdown - oldest)
         return now + pause
@@ -153,7 +159,7 @@ class StallInspector:
                     if answer is not None:
                         answers[source] = answer
             yield _At(self._clock, self._clock() + _TICK / 10)
-        text = describe_stall(answers, self._ranks, self._limits.warning)
+        text = describe_stall(answers, self._ranks, self._limits.patience)
         oldest = max(max(answer.values(), default=0.0) for answer in answers.values())
         if text is None:
             return oldest
@@ -185,7 +191,9 @@ def describe_stall(answers: dict[int, Waiting], ranks: Sequence[int], limit: flo
     if not groups:
         return None
     sentences = []
-    for missing, ages in groups.items():
+    # Those that have waited longest are likely the cause of the others.
+    oldest_first = sorted(groups.items(), key=lambda group: -max(group[1].values()))
+    for missing, ages in oldest_first[:_GROUPS_SHOWN]:
         count = f"{len(ages)} tensors" if len(ages) > 1 else "1 tensor"
         what = f"{count} waiting for up to {max(ages.values()):.0f} s ({_names(list(ages))})"
         if missing:
@@ -194,6 +202,14 @@ def describe_stall(answers: dict[int, Waiting], ranks: Sequence[int], limit: flo
             sentences.append(f"{what}: submitted by every rank that answers")
         else:
             sentences.append(f"{what}: submitted by every rank and in progress")
+    rest = oldest_first[_GROUPS_SHOWN:]
+    if rest:
+        more = sum(len(ages) for _, ages in rest)
+        others = sorted({rank for missing, _ in rest for rank in missing})
+        sentences.append(
+            f"{more} more that wait for shorter"
+            + (f", each for some of {show_ranks(others)}" if others else "")
+        )
     if silent:
         sentences.append(f"{show_ranks(silent)} did not answer (stopped or unreachable)")
     return (

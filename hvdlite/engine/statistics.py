@@ -93,6 +93,9 @@ class Counters:
     packing: Stopwatch = field(default_factory=Stopwatch)
     moving: Stopwatch = field(default_factory=Stopwatch)
     waiting_seconds: float = 0.0
+    negotiating_seconds: float | None = None
+    """Of all requests, from their submission until all ranks were known to have submitted
+    them; None if nobody wants to know. A rank that is often the last has the smallest."""
 
     def moved(self, batch: Batch, wire_bytes: int) -> None:
         self.wire_bytes += wire_bytes

@@ -5,9 +5,10 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable, Sequence
 
+from ..tables import Table, human
 from .analysis import Report, TensorTimes
 from .intervals import Intervals
-from .text import Table, findings, human, tables
+from .text import findings, tables
 
 __all__ = ["page"]
 

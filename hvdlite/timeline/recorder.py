@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 __all__ = ["EVENTS", "Recorder", "Span", "events_of_each"]
@@ -76,19 +77,30 @@ def _room_of(event: tuple[Any, ...]) -> int:
 
 
 class Span:
-    """Notes how long a `with` block took."""
+    """Notes how long a `with` block took.
 
-    __slots__ = ("_begin", "_event", "_recorder", "_what")
+    Args:
+        recorder: gets the event.
+        stopwatch: is entered and left, too.
+        event: what it is, its name, and what comes after the times.
+    """
 
-    def __init__(self, recorder: Recorder, what: str, *event: Any) -> None:
+    __slots__ = ("_begin", "_event", "_recorder", "_stopwatch")
+
+    def __init__(
+        self, recorder: Recorder, stopwatch: AbstractContextManager[object], *event: Any
+    ) -> None:
         self._recorder = recorder
-        self._what = what
+        self._stopwatch = stopwatch
         self._event = event
 
     def __enter__(self) -> None:
+        self._stopwatch.__enter__()
         self._begin = self._recorder.clock()
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: Any) -> None:
         recorder = self._recorder
-        name, *rest = self._event
-        recorder.note(self._what, name, self._begin, recorder.clock(), *rest)
+        end = recorder.clock()
+        self._stopwatch.__exit__(*error)
+        what, name, *rest = self._event
+        recorder.note(what, name, self._begin, end, *rest)

@@ -144,6 +144,30 @@ def test_a_stall_past_the_second_limit_ends_the_job_everywhere(seed):
         job.submit(0, "w")
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_a_shutdown_limit_below_the_warning_limit_is_heeded(seed):
+    job = Job(3, seed, StallLimits(60, 10), tick=0.05)
+    handles = [job.submit(r, "w") for r in (0, 2)]
+    job.run(lambda: all(e.failed for e in job.engines))
+    assert 10 < job.now < 30
+    for handle in handles:
+        with pytest.raises(HvdliteInternalError, match="10 s.*'w'.*not submitted by rank 1"):
+            handle.wait()
+
+
+def test_a_stall_among_64_ranks_is_one_short_warning(caplog, monkeypatch):
+    monkeypatch.setattr("hvdlite.log.logger.propagate", True)
+    job = Job(64, 0, StallLimits(10, 0), tick=0.0005)
+    late = {3, 4, 5, 40}
+    handles = [job.submit(r, f"g{i}") for i in range(20) for r in range(64) if r not in late]
+    job.run(lambda: caplog.messages, limit=300_000)
+    (text,) = caplog.messages
+    assert "20 tensors" in text and "not submitted by ranks 3-5, 40" in text
+    assert len(text) < 500
+    handles += [job.submit(r, f"g{i}") for i in range(20) for r in sorted(late)]
+    job.run(lambda: all(h.done() for h in handles))
+
+
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_rank_that_does_not_even_answer_is_named(stopped, caplog, monkeypatch):
     monkeypatch.setattr("hvdlite.log.logger.propagate", True)

@@ -153,6 +153,7 @@ def test_ranks_are_shown_as_ranges():
     assert show_ranks([3]) == "rank 3"
     assert show_ranks([0, 1, 2, 5, 7, 8]) == "ranks 0-2, 5, 7-8"
     assert len(show_ranks(range(1000))) < 20
+    assert show_ranks(range(0, 2000, 2)).endswith(", 36, 38 and 980 more")
 
 
 # -- fusion -----------------------------------------------------------------------------
@@ -229,6 +230,30 @@ def test_a_stall_of_many_ranks_and_tensors_stays_readable():
     text = describe_stall(answers, ranks, 60)
     assert "500 tensors" in text and "not submitted by rank 63" in text
     assert len(text) < 600
+
+
+def test_a_stall_in_which_every_rank_misses_something_else_stays_readable():
+    ranks = range(64)
+    ages = {f"layer{i}": 61.0 + i for i in ranks}
+    answers = {r: {n: age for n, age in ages.items() if n != f"layer{r}"} for r in ranks}
+    text = describe_stall(answers, ranks, 60)
+    # The oldest come first, and the rest is summed up.
+    assert text.index("'layer63'): not submitted by rank 63;") < text.index("'layer62'")
+    assert "'layer58'" in text and "'layer57'" not in text
+    assert "58 more that wait for shorter, each for some of ranks 0-57" in text
+    assert len(text) < 800
+
+
+def test_a_stall_of_alternating_ranks_stays_readable():
+    ranks = range(64)
+    text = describe_stall({r: {"w": 70.0} if r % 2 else {} for r in ranks}, ranks, 60)
+    assert "not submitted by ranks 0, 2, 4" in text and "38 and 12 more" in text
+    assert len(text) < 400
+
+
+def test_a_stall_names_ranks_as_the_job_does_and_not_the_set():
+    text = describe_stall({0: {"w": 70.0}, 1: {}}, (5, 9), 60)
+    assert "not submitted by rank 9" in text
 
 
 def test_unnamed_requests_have_a_name_to_show():

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from hvdlite.engine.requests import Kind
+from hvdlite.engine.statistics import Stopwatch
 from hvdlite.timeline import Recorder, Span
 from hvdlite.timeline.clocks import compare_clocks
 from hvdlite.timeline.recorder import EVENTS, events_of_each
@@ -71,9 +72,11 @@ def test_a_large_job_records_less_on_each_rank():
 def test_a_span_is_noted_when_its_block_fails_too():
     times = iter([1.0, 3.0])
     recorder = Recorder(lambda: next(times))
-    with pytest.raises(KeyError), Span(recorder, "move", ("a",), 5):
+    stopwatch = Stopwatch()
+    with pytest.raises(KeyError), Span(recorder, stopwatch, "move", ("a",), 5):
         raise KeyError
     assert recorder.events() == [("move", ("a",), 1.0, 3.0, 5)]
+    assert stopwatch.running == 0 and stopwatch.seconds > 0
 
 
 # -- clocks -----------------------------------------------------------------------------

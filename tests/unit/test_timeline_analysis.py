@@ -14,10 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hvdlite.tables import human, print_tables
 from hvdlite.timeline.analysis import analyse, load, main
 from hvdlite.timeline.intervals import length, subtract, union
 from hvdlite.timeline.page import page
-from hvdlite.timeline.text import human, print_tables, tables
+from hvdlite.timeline.text import tables
 from hvdlite.timeline.trace import RankEvents, write_trace
 
 INTERVALS = st.lists(
