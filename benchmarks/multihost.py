@@ -9,6 +9,7 @@ python -m benchmarks.multihost [--rate 1gbit] [--turns 3] [--mib 64] [--cases ri
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import re
@@ -49,6 +50,8 @@ CASES = {
     "ring_2x1": Case(2, 1, "allreduce", _transport("ring")),
     "ring_4x1": Case(4, 1, "allreduce", _transport("ring")),
     "bf16_2x1": Case(2, 1, "bf16", _transport("ring")),
+    "optimizer_2x1": Case(2, 1, "optimizer", _transport("ring")),
+    "optimizer_bf16_2x1": Case(2, 1, "optimizer_bf16", _transport("ring")),
     "auto_2x1": Case(2, 1, "allreduce"),
     "ring_2x2": Case(2, 2, "allreduce", _transport("ring")),
     "hierarchical_2x2": Case(2, 2, "allreduce", _transport("hierarchical")),
@@ -62,7 +65,8 @@ CASES = {
     "unfused_2x2": Case(2, 2, "many", {"HVDLITE_FUSION_THRESHOLD": "0"}),
 }
 RATIOS = [
-    ("ring_2x1", "bf16_2x1", "bf16 against float32"),
+    ("ring_2x1", "bf16_2x1", "one tensor: bf16 compression against float32"),
+    ("optimizer_2x1", "optimizer_bf16_2x1", "optimizer: bf16 compression against float32"),
     ("ring_2x1", "hierarchical_2x2", "one rank a host against two, hierarchical"),
     ("ring_2x2", "hierarchical_2x2", "two ranks a host: hierarchical against ring"),
     ("unfused_2x1", "fused_2x1", "161 gradients, 2 x 1: fused against unfused"),
@@ -123,6 +127,26 @@ def _bf16(nbytes: int) -> Callable[[], object]:
     )
 
 
+def _optimizer(nbytes: int, compression: str = "none") -> Callable[[], object]:
+    import torch
+
+    import hvdlite_torch as hvd
+
+    layers = [torch.nn.Parameter(torch.zeros(2**20)) for _ in range(nbytes // 2**22)]
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(layers, lr=0.1),
+        named_parameters=[(f"layer.{i}", layer) for i, layer in enumerate(layers)],
+        compression=getattr(hvd.Compression, compression),
+    )
+
+    def step() -> None:
+        optimizer.zero_grad()
+        sum(layer.sum() for layer in layers).backward()
+        optimizer.step()
+
+    return step
+
+
 def _mpi(nbytes: int) -> Callable[[], object]:
     from mpi4py import MPI
 
@@ -152,6 +176,8 @@ _STEPS = {
     "allreduce": _allreduce,
     "resident": _resident,
     "bf16": _bf16,
+    "optimizer": _optimizer,
+    "optimizer_bf16": functools.partial(_optimizer, compression="bf16"),
     "mpi": _mpi,
     "many": _many,
 }
@@ -240,7 +266,7 @@ def show(results: dict[str, list[float]], links: list[float], rate: str, nbytes:
         case = CASES[name]
         low, medians[name], high = spread(samples)
         moved = 102_228_128 if case.work == "many" else nbytes
-        moved = moved / 2 if case.work == "bf16" else moved
+        moved = moved / 2 if "bf16" in case.work else moved
         bound = 2 * (case.hosts - 1) / case.hosts * moved / nominal
         print(
             f"| {name} | {case.hosts} x {case.ranks} "
