@@ -19,7 +19,7 @@ import numpy as np
 from hvdlite.engine.negotiation import Negotiator
 from hvdlite.engine.requests import Kind, Request
 from hvdlite.engine.submissions import Entry
-from hvdlite.transport.hierarchical import HierarchicalTransport
+from hvdlite.transport.hierarchical import CHUNK_BYTES, HierarchicalTransport
 from hvdlite.transport.ring import RingTransport
 from hvdlite.transport.types import DType, ReduceOp
 from tests.unit.fake_mpi import FakeWorld, drive
@@ -146,6 +146,39 @@ def model_allreduce_messages(hosts: int, slices: int, nbytes: int, segment_bytes
     return 2 * (hosts - 1) * math.ceil(nbytes / slices / hosts / segment_bytes)
 
 
+ALPHA = 50e-6
+"""Seconds of a step of a ring, with the Python around it."""
+BETA = 25e9 / 8 * 0.95
+"""Bytes per second of a host's link, 25 Gbit/s."""
+MEMORY = 5e9
+"""Bytes per second at which a host's ranks sum and gather a buffer in shared memory, together."""
+
+
+def model_seconds(hosts: int, each: int, nbytes: int, hierarchical: bool) -> float:
+    """Return how long an all-reduce takes if nothing but its steps and its bytes do."""
+    # All but one chunk is summed while the network carries others.
+    inside = min(nbytes, CHUNK_BYTES) / MEMORY if hierarchical else 0.0
+    count = hosts if hierarchical else hosts * each
+    return 2 * (count - 1) * ALPHA + 2 * (count - 1) / count * nbytes / BETA + inside
+
+
+def print_model(each: int = 8) -> None:
+    """Print what the model says up to 1,024 ranks."""
+    sizes = (4 * 2**20, 64 * 2**20)
+    print("\n| ranks | round, ms | news at rank 0, MB |", end="")
+    for nbytes in sizes:
+        print(f" {nbytes >> 20} MiB, ring, ms | hierarchical, ms |", end="")
+    print("\n" + "|---" * (3 + 2 * len(sizes)) + "|")
+    for size in (16, 64, 256, 1024):
+        cells = [f"{size}", f"{math.log2(size) * ALPHA * 1e3:.2f}"]
+        cells.append(f"{(size - 1) * (11179 + 11664) / 1e6:.1f}")
+        for nbytes in sizes:
+            for hierarchical in (False, True):
+                seconds = model_seconds(size // each, each, nbytes, hierarchical)
+                cells.append(f"{seconds * 1e3:.1f}")
+        print("| " + " | ".join(cells) + " |")
+
+
 def main() -> None:
     """Print the tables of docs/scaling.md."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -178,6 +211,7 @@ def main() -> None:
                 f"| {size} | {size // each} | {name} | {counts[0]['messages']} ({messages}) "
                 f"| {away} | {model:.0f} |"
             )
+    print_model()
 
 
 if __name__ == "__main__":

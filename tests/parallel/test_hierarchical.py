@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from .expected import OPS, assert_equal, dtype_of, known, reduced
+from .jobs import run_job
 
 LAYOUTS = {2: ["ab"], 3: ["aab", "aba"], 4: ["aabb", "abbb"]}
 
@@ -120,3 +121,23 @@ def test_the_choice_by_itself_and_in_process_sets(hvd, world, comm):
             result = hvd.allreduce(mine, op=hvd.Sum, process_set=group)
             assert_equal(result, reduced(inputs, "Sum"), kind.__name__)
         check_large(hvd, world, comm)
+
+
+@pytest.mark.whole_job
+def test_init_lets_open_mpi_send_segments_at_once_unless_told_otherwise():
+    script = """
+        import os
+        import hvdlite
+        from jobtools import say
+        hvdlite.init()
+        names = "eager_limit", "rndv_eager_limit", "max_send_size"
+        say(0, sizes=[os.environ.get(f"OMPI_MCA_btl_tcp_{name}") for name in names])
+        hvdlite.shutdown()
+    """
+    result = run_job(1, script, env={"OMPI_MCA_btl_tcp_rndv_eager_limit": "70000"})
+    assert result.returncode == 0, result
+    first, second, third = map(int, result.said[0][0]["sizes"])
+    segment = 256 * 2**10  # HVDLITE_SEGMENT_BYTES by default
+    assert first > segment
+    assert second == 70000
+    assert third > segment
