@@ -49,6 +49,7 @@ def _transport(name: str) -> dict[str, str]:
 CASES = {
     "ring_2x1": Case(2, 1, "allreduce", _transport("ring")),
     "ring_4x1": Case(4, 1, "allreduce", _transport("ring")),
+    "torch_2x1": Case(2, 1, "torch", _transport("ring")),
     "bf16_2x1": Case(2, 1, "bf16", _transport("ring")),
     "optimizer_2x1": Case(2, 1, "optimizer", _transport("ring")),
     "optimizer_bf16_2x1": Case(2, 1, "optimizer_bf16", _transport("ring")),
@@ -65,7 +66,7 @@ CASES = {
     "unfused_2x2": Case(2, 2, "many", {"HVDLITE_FUSION_THRESHOLD": "0"}),
 }
 RATIOS = [
-    ("ring_2x1", "bf16_2x1", "one tensor: bf16 compression against float32"),
+    ("torch_2x1", "bf16_2x1", "one tensor: bf16 compression against float32"),
     ("optimizer_2x1", "optimizer_bf16_2x1", "optimizer: bf16 compression against float32"),
     ("ring_2x1", "hierarchical_2x2", "one rank a host against two, hierarchical"),
     ("ring_2x2", "hierarchical_2x2", "two ranks a host: hierarchical against ring"),
@@ -147,6 +148,15 @@ def _optimizer(nbytes: int, compression: str = "none") -> Callable[[], object]:
     return step
 
 
+def _torch(nbytes: int) -> Callable[[], object]:
+    import torch
+
+    import hvdlite_torch as hvd
+
+    tensor = torch.zeros(nbytes // 4)
+    return lambda: hvd.allreduce(tensor, op=hvd.Sum, name="tensor")
+
+
 def _mpi(nbytes: int) -> Callable[[], object]:
     from mpi4py import MPI
 
@@ -175,6 +185,7 @@ def _many(nbytes: int) -> Callable[[], object]:
 _STEPS = {
     "allreduce": _allreduce,
     "resident": _resident,
+    "torch": _torch,
     "bf16": _bf16,
     "optimizer": _optimizer,
     "optimizer_bf16": functools.partial(_optimizer, compression="bf16"),

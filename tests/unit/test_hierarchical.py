@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hvdlite.transport import shared_lanes
-from hvdlite.transport.auto import AutoTransport, make_transport
+from hvdlite.transport.auto import AllreduceLimits, AutoTransport, make_transport
 from hvdlite.transport.hierarchical import HierarchicalTransport
 from hvdlite.transport.ring import RingTransport
 from hvdlite.transport.shared_memory import SharedMemoryTransport
@@ -299,3 +299,9 @@ def test_the_choice_follows_from_the_hosts(hosts, transport, kind, caplog):
     expected = HierarchicalTransport if kind is AutoTransport and hosts == "aabb" else None
     assert expected is None or type(large) is expected
     assert not caplog.records
+
+
+def test_small_bytes_raises_the_limits_and_never_lowers_them():
+    limits = AllreduceLimits(10, 20, 30)
+    assert limits.at_least(20) == AllreduceLimits(20, 20, 30)
+    assert limits.at_least(0) == limits
