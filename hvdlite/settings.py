@@ -22,7 +22,7 @@ from .exceptions import SettingsError
 
 __all__ = ["Settings", "Transport", "settings_table"]
 
-Transport = Literal["auto", "ring", "mpi", "shared_memory"]
+Transport = Literal["auto", "ring", "mpi", "shared_memory", "hierarchical"]
 
 _OURS = "HVDLITE_"
 _THEIRS = "HOROVOD_"
@@ -230,9 +230,9 @@ class Settings:
     # Ruff does not see that a Literal is immutable.
     transport: Transport = _knob(  # noqa: RUF009
         "auto",
-        _choice("auto", "ring", "mpi", "shared_memory"),
+        _choice("auto", "ring", "mpi", "shared_memory", "hierarchical"),
         "TRANSPORT",
-        "How data moves: auto, ring, mpi or shared_memory.",
+        "How data moves: auto, ring, mpi, shared_memory or hierarchical.",
         horovod=False,
     )
     bucket_bytes: int = _knob(

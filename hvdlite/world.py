@@ -361,9 +361,7 @@ def _connect(base: Communicator, mpi_group: Any, settings: Settings) -> World:
     engine = Engine(
         base,
         base.duplicate(),
-        lambda comm, ranks: make_transport(
-            comm, shared, one_host=len({hosts[r] for r in ranks}) == 1
-        ),
+        lambda comm, ranks: make_transport(comm, shared, hosts=[hosts[r] for r in ranks]),
         options,
         affinity=affinity,
     )

@@ -175,9 +175,10 @@ def _reduced(
             autograd.Allreduce, op, name, prescale, postscale, process_set, *small
         )
     else:
-        results = async_ops.grouped_allreduce_async(
-            small, None, name, op, prescale, postscale, process_set
-        ).wait()
+        # What compression has made is nobody else's, and fresh memory is what costs most.
+        is_new = all(context is not None for _, context in pairs)
+        submit = async_ops.grouped_allreduce_async_ if is_new else async_ops.grouped_allreduce_async
+        results = submit(small, None, name, op, prescale, postscale, process_set).wait()
     return [
         compression.decompress(result, context)
         for result, (_, context) in zip(results, pairs, strict=True)

@@ -282,9 +282,14 @@ class Negotiator:
             reply: Reply = decode(Reply, data)
             return reply
         messages = [news]
+        # Most ranks have the same news, and to read them takes most of the coordinator's time.
+        known: dict[bytes, News] = {}
         for source in range(1, comm.size):
             data = yield from receive(comm, source, NEWS_TAG)
-            messages.append(decode(News, data))
+            text = data.tobytes()
+            if text not in known:
+                known[text] = decode(News, data)
+            messages.append(known[text])
         reply = self._coordinator.digest(messages)
         if comm.size > 1:
             data = encode(reply)

@@ -11,6 +11,11 @@ from ..exceptions import HvdliteError
 
 __all__ = ["check_world", "launched_size", "load", "needed"]
 
+_AT_ONCE = ("eager_limit", "rndv_eager_limit", "max_send_size")
+_AT_ONCE_BYTES = 1126400
+"""What Open MPI sends at once over TCP, without asking the receiver first: a whole segment of a
+ring. By its own limits of 64 and 128 KiB, the ring takes up to twice as long on 1 Gbit/s."""
+
 _SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "PMIX_SIZE")
 _SLURM = "SLURM_STEP_NUM_TASKS"
 
@@ -43,6 +48,8 @@ def needed() -> bool:
 def load() -> Any:
     """Return `mpi4py.MPI`, initialized with full thread support.
 
+    Open MPI's limits of what it sends at once over TCP are raised, unless they are set.
+
     Raises:
         HvdliteError: there is no MPI library, it has been finalized, or another part of the
             program has initialized it with less thread support than a background thread needs.
@@ -51,6 +58,9 @@ def load() -> Any:
 
     if "mpi4py.MPI" not in sys.modules:
         mpi4py.rc.thread_level = "multiple"
+        for name in _AT_ONCE:
+            # Other libraries ignore them.
+            os.environ.setdefault(f"OMPI_MCA_btl_tcp_{name}", str(_AT_ONCE_BYTES))
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:

@@ -76,6 +76,8 @@ class Lane:
         self._meetings = 0
         self.entered = 0
         self.left = 0
+        self.passes = 0
+        """How often the ranks have shown their buffers; an operation may do so several times."""
         self.next_slot = 0
 
     def enter(self) -> Operation[None]:
@@ -97,11 +99,13 @@ class Lane:
         return _Meeting(self._others, self._meetings)
 
     def show(self, offset: int) -> None:
-        self._cards[self.comm.rank][self.left % 2] = offset
+        self._own[self.passes % 2] = offset
 
     def shown(self) -> list[int]:
         """Return what the ranks showed before they met."""
-        return [cards[self.left % 2] for cards in self._cards]
+        place = self.passes % 2
+        self.passes += 1
+        return [cards[place] for cards in self._cards]
 
 
 class _Meeting:

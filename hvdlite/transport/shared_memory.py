@@ -152,7 +152,12 @@ class SharedMemoryTransport:
     ) -> Operation[None]:
         """Reduce in place; every rank ends with bit-identical contents."""
         counts = even_counts(len(buffer), self._size)
-        yield from self._reduce(buffer, counts, kernels.combiner(dtype, op), finish, True)
+        combine = kernels.combiner(dtype, op)
+        if self._is_trivial(buffer, finish):
+            return
+        lane = yield from self.enter()
+        yield from self._reduce(lane, buffer, counts, combine, finish, True)
+        lane.leave()
 
     def reduce_scatter(
         self,
@@ -164,19 +169,24 @@ class SharedMemoryTransport:
         tag: int,
     ) -> Operation[None]:
         """Reduce so that this rank's piece of `buffer` is complete; the rest is scratch after."""
-        yield from self._reduce(buffer, counts, kernels.combiner(dtype, op), finish, False)
+        combine = kernels.combiner(dtype, op)
+        if self._is_trivial(buffer, finish):
+            return
+        lane = yield from self.enter()
+        yield from self._reduce(lane, buffer, counts, combine, finish, False)
+        lane.leave()
 
     def allgather(
         self, buffer: Array, counts: Sequence[int], dtype: DType, tag: int
     ) -> Operation[None]:
         """Fill `buffer`, in which this rank's piece is in place already; counts[r] is rank r's."""
-        yield from self._gather(buffer, counts)
+        yield from self._gather_alone(buffer, counts)
 
     def broadcast(self, buffer: Array, root: int, tag: int) -> Operation[None]:
         """Copy the root's buffer to all."""
         counts = [0] * self._size
         counts[root] = len(buffer)
-        yield from self._gather(buffer, counts)
+        yield from self._gather_alone(buffer, counts)
 
     def alltoall(
         self,
@@ -205,14 +215,37 @@ class SharedMemoryTransport:
         self._segments.close()
         self._messages.close()
 
-    # -- how ----------------------------------------------------------------------------
+    # -- operations of several passes ---------------------------------------------------
 
-    def _enter(self) -> Operation[Lane]:
-        # The first steps of all operations come in the same order on every rank.
+    def enter(self) -> Operation[Lane]:
+        """Return a lane for this operation alone, which must `leave` it.
+
+        The first step of every operation is to enter, in the same order on every rank.
+        """
         lane = self._lanes[self._operations % len(self._lanes)]
         self._operations += 1
         yield from lane.enter()
         return lane
+
+    def reduce_in(
+        self, lane: Lane, buffer: Array, counts: Sequence[int], dtype: DType, op: ReduceOp
+    ) -> Operation[None]:
+        """Do a `reduce_scatter` in a lane; the ranks do the same things there, in one order."""
+        yield from self._reduce(lane, buffer, counts, kernels.combiner(dtype, op), None, False)
+
+    def gather_in(self, lane: Lane, buffer: Array, counts: Sequence[int]) -> Operation[None]:
+        """Do an `allgather` in a lane; the ranks do the same things there, in one order."""
+        yield from self._gather(lane, buffer, counts)
+
+    # -- how ----------------------------------------------------------------------------
+
+    def _is_trivial(self, buffer: Array, finish: Finish | None = None) -> bool:
+        """Return whether there is nothing to communicate, and then finish it."""
+        if self._size > 1 and len(buffer):
+            return False
+        if finish is not None and len(buffer):
+            finish(buffer)
+        return True
 
     def _begin(
         self, lane: Lane, passage: Passage, given: Sequence[int], read: Sequence[int]
@@ -249,6 +282,7 @@ class SharedMemoryTransport:
 
     def _reduce(
         self,
+        lane: Lane,
         buffer: Array,
         counts: Sequence[int],
         combine: kernels.Combine,
@@ -258,14 +292,9 @@ class SharedMemoryTransport:
         """Reduce this rank's piece, and give it to the others if `share`.
 
         Whoever starts a step's barrier has copied out the results of the step before the last.
-        So, among five slots, the next but one to be reduced is free; and when an operation
+        So, among five slots, the next but one to be reduced is free; and when a reduction
         ends, no more than its last two slots are still in use.
         """
-        if self._size == 1 or not len(buffer):
-            if finish is not None and len(buffer):
-                finish(buffer)
-            return
-        lane = yield from self._enter()
         rank, others = self._rank, self._others
         passage = Passage(lane, buffer, counts, self._segment_bytes, True)
         offsets = yield from self._begin(lane, passage, others, range(self._size))
@@ -273,7 +302,6 @@ class SharedMemoryTransport:
             span = passage.starts[rank], passage.stops[rank]
             self._reduce_in_place(buffer, offsets, span, combine, finish, share)
             yield lane.meet()
-            lane.leave()
             return
         results = [(int(piece == 0), piece) for piece in others]
         for step in range(passage.steps):
@@ -292,7 +320,6 @@ class SharedMemoryTransport:
             yield meeting
         if share:
             passage.copy_out(results, passage.steps - 1)
-        lane.leave()
 
     def _reduce_in_place(
         self,
@@ -345,11 +372,14 @@ class SharedMemoryTransport:
         if finish is not None:
             finish(into)
 
-    def _gather(self, buffer: Array, counts: Sequence[int]) -> Operation[None]:
+    def _gather_alone(self, buffer: Array, counts: Sequence[int]) -> Operation[None]:
+        if not self._is_trivial(buffer):
+            lane = yield from self.enter()
+            yield from self._gather(lane, buffer, counts)
+            lane.leave()
+
+    def _gather(self, lane: Lane, buffer: Array, counts: Sequence[int]) -> Operation[None]:
         """Copy every rank's piece to all others."""
-        if self._size == 1 or not len(buffer):
-            return
-        lane = yield from self._enter()
         rank, others = self._rank, self._others
         slot_bytes = self._segment_bytes * self._size
         passage = Passage(lane, buffer, counts, slot_bytes, False)
@@ -362,7 +392,6 @@ class SharedMemoryTransport:
                     theirs = self._segments.view(source, offsets[source], buffer.nbytes)
                     buffer[span] = theirs.view(buffer.dtype)[span]
             yield lane.meet()
-            lane.leave()
             return
         for step in range(passage.steps):
             is_last = step + 1 == passage.steps
@@ -372,4 +401,3 @@ class SharedMemoryTransport:
             passage.copy_in([rank], step + 2)
             if meeting is not None:
                 yield meeting
-        lane.leave()

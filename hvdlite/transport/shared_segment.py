@@ -24,7 +24,14 @@ import numpy as np
 from .base import Communicator, Operation
 from .types import Array
 
-__all__ = ["HEADER", "PROOF_BYTES", "SegmentUnavailableError", "SharedSegments", "map_segments"]
+__all__ = [
+    "HEADER",
+    "PROOF_BYTES",
+    "SegmentUnavailableError",
+    "SharedSegments",
+    "agree",
+    "map_segments",
+]
 
 _PAGE = mmap.PAGESIZE
 HEADER = _PAGE
@@ -148,7 +155,7 @@ def map_segments(comm: Communicator, capacity: int, reserved: int) -> Operation[
             descriptor, own = _make(token, HEADER + _pages(reserved) + _pages(capacity))
         except _FAILURES as error:
             failure = f"cannot make a shared segment: {error}"
-        yield from _agree(comm, failure)
+        yield from agree(comm, failure)
         card = np.array([os.getpid(), descriptor, len(own), 0, 0], dtype=np.int64)
         card[3:] = np.frombuffer(token, dtype=np.int64)
         cards = np.empty((comm.size, len(card)), dtype=np.int64)
@@ -161,7 +168,7 @@ def map_segments(comm: Communicator, capacity: int, reserved: int) -> Operation[
         except _FAILURES as error:
             failure = f"cannot map the segment of rank {len(memory)}: {error}"
         # Nobody may close a descriptor that somebody has still to open.
-        yield from _agree(comm, failure)
+        yield from agree(comm, failure)
     finally:
         if descriptor >= 0:
             os.close(descriptor)
@@ -172,7 +179,7 @@ _FAILURES = (OSError, ValueError, OverflowError, AttributeError)
 """AttributeError: this system's `os` has no such function."""
 
 
-def _agree(comm: Communicator, failure: str) -> Operation[None]:
+def agree(comm: Communicator, failure: str) -> Operation[None]:
     """Raise the first failure of any rank on all of them."""
     text = np.frombuffer(failure.encode()[:_REASON].ljust(_REASON, b"\0"), dtype=np.uint8)
     texts = np.empty((comm.size, _REASON), dtype=np.uint8)

@@ -19,12 +19,12 @@ import tempfile
 import textwrap
 import time
 import uuid
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FOLDER", "Job", "JobResult", "run_job", "run_python", "slower", "tail"]
+__all__ = ["FOLDER", "Job", "JobResult", "mpirun", "run_job", "run_python", "slower", "tail"]
 
 FOLDER = "HVDLITE_TEST_FOLDER"
 """Variable that tells a job's processes where to write what they have to say."""
@@ -58,7 +58,7 @@ def tail(text: str, lines: int = 60) -> str:
     return "\n".join(text.splitlines()[-lines:])
 
 
-def _mpirun() -> list[str]:
+def mpirun() -> list[str]:
     chosen = os.environ.get("HVDLITE_TEST_MPIRUN")
     if chosen:
         return shlex.split(chosen)
@@ -78,7 +78,7 @@ def _is_open_mpi(launcher: str) -> bool:
 
 
 def _launch(np: int) -> list[str]:
-    command = _mpirun()
+    command = mpirun()
     if _is_open_mpi(command[0]):
         return [*command, "-np", str(np), "--oversubscribe", "--bind-to", "none"]
     return [*command, "-n", str(np), "-bind-to", "none"]
@@ -208,17 +208,23 @@ class Job:
         env: Mapping[str, str | None] | None = None,
         cwd: Path | None = None,
         files: Mapping[str, str] | None = None,
+        launcher: Sequence[str] | None = None,
     ) -> None:
-        """Start `python arguments...` on `np` ranks, or without a launcher if `np` is None."""
+        """Start `python arguments...` on `np` ranks, or without a launcher if `np` is None.
+
+        `launcher` is the beginning of the command line, in place of the usual mpirun.
+        """
         # Short, because MPI puts sockets there and their paths may have 107 characters.
         self.folder = Path(tempfile.mkdtemp(prefix="hvdt", dir="/tmp"))
         for name, text in {"jobtools.py": _JOBTOOLS, **(files or {})}.items():
             self.folder.joinpath(name).write_text(text)
         self._token = uuid.uuid4().hex
         self._segments = _Segments()
-        env = {**(env or {}), **self._segments.environment}
+        env = {**self._segments.environment, **(env or {})}
         command = [sys.executable, *arguments]
-        if np is not None:
+        if launcher is not None:
+            command = [*launcher, *command]
+        elif np is not None:
             command = [*_launch(np), *command]
         guard = shutil.which("timeout")
         if guard is not None:  # ends the job even where this process is killed first
@@ -257,6 +263,10 @@ class Job:
         except subprocess.TimeoutExpired:
             return False
         return True
+
+    def said(self) -> dict[int, list[dict[str, Any]]]:
+        """Return what each rank has said so far."""
+        return _said(self.folder)
 
     def processes(self) -> list[int]:
         """Return the ids of the job's living processes."""
@@ -301,6 +311,8 @@ def run_job(
     timeout: float = 30,
     env: Mapping[str, str | None] | None = None,
     arguments: Sequence[str] = (),
+    launcher: Sequence[str] | None = None,
+    meanwhile: Callable[[Job], object] | None = None,
 ) -> JobResult:
     """Run a whole script as a job and return how it ended.
 
@@ -310,6 +322,8 @@ def run_job(
         timeout: seconds after which the job is ended by force.
         env: variables to add; None as a value removes one.
         arguments: the script's own arguments.
+        launcher: the beginning of the command line, in place of the usual mpirun.
+        meanwhile: called with the job right after its start.
 
     Returns:
         Status, output, duration, and what ranks said: in a script,
@@ -320,8 +334,10 @@ def run_job(
         if not isinstance(script, Path):
             text, script = script, Path(place, "script.py")
             script.write_text(textwrap.dedent(text))
-        job = Job(np, [str(script), *arguments], timeout, env)
+        job = Job(np, [str(script), *arguments], timeout, env, launcher=launcher)
         try:
+            if meanwhile is not None:
+                meanwhile(job)
             ended = job.wait(timeout)
             seconds = time.monotonic() - job.started
             deadline = time.monotonic() + 2

@@ -274,7 +274,7 @@ def test_the_spelling_that_was_used_is_named() -> None:
 def test_what_is_accepted_is_said() -> None:
     with pytest.raises(SettingsError, match="a whole number of bytes, 16 or more"):
         read(HVDLITE_SEGMENT_BYTES="3")
-    with pytest.raises(SettingsError, match="one of auto, ring, mpi, shared_memory"):
+    with pytest.raises(SettingsError, match="one of auto, ring, mpi, shared_memory, hierarchical"):
         read(HVDLITE_TRANSPORT="tcp")
     with pytest.raises(SettingsError, match="a number of seconds, more than 0"):
         read(HVDLITE_STALL_CHECK_TIME_SECONDS="0")

@@ -161,13 +161,13 @@ class Log:
             return noted
 
         def noted_show(lane, offset):
-            at = lane.left % 2
+            at = lane.passes % 2
             rank = lane.comm.rank
             self.note(rank, ("card", self.lanes[id(lane)], rank), at, at + 1, True, "show")
             show(lane, offset)
 
         def noted_shown(lane):
-            at = lane.left % 2
+            at = lane.passes % 2
             for owner in range(lane.comm.size):
                 place = "card", self.lanes[id(lane)], owner
                 self.note(lane.comm.rank, place, at, at + 1, False, "shown")
