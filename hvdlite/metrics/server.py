@@ -20,6 +20,7 @@ COUNTERS = {
     "batches": "Transport operations.",
     "tensors": "Tensors that they carried.",
     "bytes": "Payload bytes that they carried.",
+    "wire_bytes": "Bytes that an ideal algorithm would have had each rank send for them.",
     "packing_seconds": "Copying in and out of fusion buffers.",
     "moving_seconds": "Transport operations from start to end.",
     "waiting_seconds": "Callers blocked until a tensor was complete.",

@@ -2,8 +2,9 @@
 
 A family is the files that need the same framework: to start a job and to import torch or
 TensorFlow takes longer than most tests. The first test of a (family, np) starts the job with
-all tests of that group that were selected; each test then waits for its own outcome, which every rank writes to a file as it goes. When a
-job ends early, the tests that it did not reach get a new one.
+all tests of that group that were selected; each test then waits for its own outcome, which
+every rank writes to a file as it goes. When a job ends early, the tests that it did not reach
+get a new one.
 """
 
 from __future__ import annotations
