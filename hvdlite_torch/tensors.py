@@ -160,7 +160,8 @@ class Target:
         Raises:
             ValueError: several of the tensor's elements share memory.
         """
-        if any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True)):
+        shared = any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
+        if shared and tensor.numel():  # what is empty may have any strides
             raise ValueError(
                 f"{operation}: cannot work in place on an expanded tensor, several elements of "
                 f"which share memory (shape {tuple(tensor.shape)}, strides {tensor.stride()}; "

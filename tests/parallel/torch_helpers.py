@@ -27,7 +27,7 @@ _TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 1e-6, to
 def tensor(rank: int, shape: Any, dtype: Any = torch.float32, seed: int = 0) -> Any:
     """Return one rank's input: small integers, which all types hold exactly."""
     base = "float32" if dtype is torch.bfloat16 else str(dtype).removeprefix("torch.")
-    return torch.from_numpy(expected.known(rank, shape, base, seed)).to(dtype)
+    return torch.as_tensor(expected.known(rank, shape, base, seed)).to(dtype)
 
 
 def wanted(inputs: Sequence[Any], op: str) -> Any:
