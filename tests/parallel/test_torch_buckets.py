@@ -119,7 +119,6 @@ def test_buckets_never_show_in_the_numbers(hvd, world, comm):
     results = {
         run(**options)
         for options in (
-            {"bucket_bytes": 0},
             {"bucket_bytes": 1},
             {"bucket_bytes": exact},
             {"bucket_bytes": 4 * 5000},
@@ -137,7 +136,7 @@ def test_groups_are_checked(hvd, world):
     model = Branches()
     one = list(model.parameters())
     for wrong in (-1, "text", [one[0]], [[1, 2]], [[one[0]], [one[0]]]):
-        with pytest.raises(ValueError, match="group"):
+        with pytest.raises((TypeError, ValueError), match="group"):
             hvd.DistributedOptimizer(make_sgd(model), groups=wrong)
 
 
