@@ -161,6 +161,8 @@ def init(
                 register(process_set, ranks, state.engine.add_process_set(ranks), state)
         except BaseException:
             global_process_set.ranks = None
+            if state.metrics is not None:
+                state.metrics.close()
             raise
         _world = state
         logger.debug(

@@ -11,7 +11,7 @@ from typing import Any
 __all__ = ["EVENTS", "Recorder", "Span", "events_of_each"]
 
 EVENTS = 200_000
-"""Events that a rank keeps, about 40 MB; the oldest make room for new ones."""
+"""Events that a rank keeps, about 55 MB; the oldest make room for new ones."""
 
 _EVENTS_OF_ALL = 2_000_000
 """What rank 0 can hold and a viewer can still open."""

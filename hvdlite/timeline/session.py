@@ -29,6 +29,7 @@ __all__ = ["START", "STOP", "Timeline", "check_start"]
 START, STOP = "timeline.start", "timeline.stop"
 _EVENTS_TAG = 21
 _RESCUE_TIME = 5.0
+_BREATH = 1e-3
 
 
 class _Finished:
@@ -67,6 +68,7 @@ class Timeline:
         self._unsaved: dict[Recorder, str] = {}
         """What is recorded, or on its way to rank 0, and the file that it is for."""
         self._writer: threading.Thread | None = None
+        self._hurry = threading.Event()
 
     def start(self, path: str, mark_cycles: bool) -> Operation[None] | None:
         """Begin to record; return what is to be done beside that, on every rank."""
@@ -103,6 +105,7 @@ class Timeline:
 
     def finish(self, timeout: float | None = None) -> None:
         """Return when all files are written."""
+        self._hurry.set()
         if self._writer is not None:
             self._writer.join(timeout)
 
@@ -131,30 +134,31 @@ class Timeline:
             yield comm.isend(message, 0, _EVENTS_TAG)
             self._unsaved.pop(recorder, None)
             return
-        parts = [own]
+        others: list[Array] = []
         for source in range(1, comm.size):
-            data = yield from receive(comm, source, _EVENTS_TAG)
-            parts.append(RankEvents(*pickle.loads(data.tobytes())))
+            others.append((yield from receive(comm, source, _EVENTS_TAG)))
         # Not a daemon: the file must be complete when the program ends.
-        previous = self._writer
         self._writer = threading.Thread(
-            target=_write_after, args=(previous, path, parts, comm.size), name="hvdlite-timeline"
+            target=self._write_all, args=(self._writer, path, own, others), name="hvdlite-timeline"
         )
         self._writer.start()
         self._unsaved.pop(recorder, None)
 
+    def _write_all(
+        self, previous: threading.Thread | None, path: str, own: RankEvents, others: list[Array]
+    ) -> None:
+        if previous is not None:
+            previous.join()  # it may be writing the same file
+        parts = [own, *(RankEvents(*pickle.loads(data.tobytes())) for data in others)]
+        # Training goes on meanwhile, and needs the interpreter more.
+        _write(path, parts, self._comm.size, lambda: self._hurry.wait(_BREATH))
 
-def _write_after(
-    previous: threading.Thread | None, path: str, parts: list[RankEvents], size: int
+
+def _write(
+    path: str, parts: list[RankEvents], size: int, pause: Callable[[], object] | None = None
 ) -> None:
-    if previous is not None:
-        previous.join()  # it may be writing the same file
-    _write(path, parts, size)
-
-
-def _write(path: str, parts: list[RankEvents], size: int) -> None:
     try:
-        write_trace(path, parts, size)
+        write_trace(path, parts, size, pause)
     except Exception as error:  # whatever it is, the job does not end for it
         logger.error("the timeline cannot be written to %s: %s", path, error)
 

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 __all__ = ["RankEvents", "trace_events", "write_trace"]
 
 Event = dict[str, Any]
+
+# Once: json.dumps with separators makes a new encoder each time.
+_encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
 
 class RankEvents(NamedTuple):
@@ -27,13 +30,23 @@ class RankEvents(NamedTuple):
     lost: int
 
 
-def write_trace(path: str, parts: Sequence[RankEvents], size: int) -> None:
+_AT_ONCE = 100
+"""Events, about a millisecond."""
+
+
+def write_trace(
+    path: str,
+    parts: Sequence[RankEvents],
+    size: int,
+    pause: Callable[[], object] | None = None,
+) -> None:
     """Write a timeline, complete or not at all.
 
     Args:
         path: of the file; folders that are missing are made.
         parts: of all ranks, or of some.
         size: ranks of the job.
+        pause: called now and then, to let other threads run.
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -42,7 +55,9 @@ def write_trace(path: str, parts: Sequence[RankEvents], size: int) -> None:
         with unfinished.open("w", encoding="utf-8") as file:
             file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
             for i, event in enumerate(trace_events(parts, size)):
-                file.write((",\n" if i else "") + json.dumps(event, separators=(",", ":")))
+                file.write((",\n" if i else "") + _encode(event))
+                if pause is not None and i % _AT_ONCE == 0:
+                    pause()
             about = {
                 "producer": "hvdlite",
                 "size": size,
