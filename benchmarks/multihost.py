@@ -86,7 +86,7 @@ def work(what: str, nbytes: int) -> None:
     from mpi4py import MPI
 
     step = _STEPS[what](nbytes)
-    report({"step": repeat(step, _quiet_barrier(MPI.COMM_WORLD), seconds=4)})
+    report({"step": repeat(step, _quiet_barrier(MPI.COMM_WORLD), seconds=3)})
     hvd.shutdown()
 
 
@@ -312,10 +312,10 @@ def main() -> None:
             for name in arguments.cases:
                 print(f"\rturn {turn + 1} of {arguments.turns}, {name:20}", end="", file=sys.stderr)
                 results[name] += launch(cluster, CASES[name], nbytes)["step"]
+                if arguments.json:
+                    arguments.json.write_text(json.dumps({"links": links, "cases": results}))
     print(file=sys.stderr)
     show(results, links, arguments.rate, nbytes)
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"links": links, "cases": results}))
 
 
 if __name__ == "__main__":
