@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -251,3 +253,38 @@ with socket.create_connection(("host2", 7000)) as conn:
             receiver.kill()
             cluster.shape("20gbit")
     assert 0.6 * megabits < rate < 1.1 * megabits
+
+
+def test_nothing_is_left_of_hosts_whose_maker_is_killed(cluster):
+    # `cluster` only says whether this machine can have hosts.
+    script = """
+import subprocess, sys, time
+from tests.multihost.cluster import Cluster
+made = Cluster(2)
+child = subprocess.Popen([*made.enter("host2"), "sleep", "100"])
+while child.pid not in made.processes("host2"):
+    time.sleep(0.01)
+print(child.pid, *(holder.pid for holder in made._holders.values()), made.folder, flush=True)
+time.sleep(100)
+"""
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root) as maker:
+        assert maker.stdout is not None
+        *pids, folder = maker.stdout.readline().split()
+        maker.kill()
+    deadline = time.monotonic() + slower(10)
+    while left := [pid for pid in pids if is_alive(pid)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.02)
+    shutil.rmtree(folder)
+    # The sleeper, two hosts and the switch.
+    assert len(pids) == 4
+
+
+def is_alive(pid):
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
