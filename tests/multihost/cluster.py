@@ -161,9 +161,10 @@ class Cluster:
                 if parent != holder:
                     yield int(entry.name)
 
-    def crash(self, name: str) -> None:
-        """End everything that runs on a host, and its link with it."""
-        self.inside("switch", "ip", "link", "set", name, "down")
+    def crash(self, name: str, silently: bool = True) -> None:
+        """End everything that runs on a host; unless silently, its peers get to know."""
+        if silently:
+            self.unplug(name)
         self._end_processes(name)
 
     def unplug(self, name: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ..parallel.jobs import slower
+from ..parallel.jobs import is_open_mpi, mpirun, slower
 
 COLLECTIVES = """
     import socket, zlib
@@ -174,7 +174,10 @@ def test_an_exception_on_another_host_ends_the_job(launch):
     assert result.left_behind == 0
 
 
-def test_a_host_that_dies_ends_the_job(launch, cluster):
+@pytest.mark.parametrize("silently", [True, False])
+def test_a_host_that_dies_ends_the_job(launch, cluster, silently):
+    if silently and not is_open_mpi(mpirun()[0]):
+        pytest.skip("the mpirun of MPICH waits for a host that it hears nothing of")
     script = """
         import numpy as np
         import hvdlite as hvd
@@ -194,7 +197,7 @@ def test_a_host_that_dies_ends_the_job(launch, cluster):
         while len(job.said()) < 4 and job.returncode is None and time.monotonic() < deadline:
             time.sleep(0.02)
         assert len(job.said()) == 4, job.output()
-        cluster.crash("host3")
+        cluster.crash("host3", silently)
         crashed.append(time.monotonic())
 
     try:
@@ -204,8 +207,11 @@ def test_a_host_that_dies_ends_the_job(launch, cluster):
     took = time.monotonic() - crashed[0]
     assert not result.timed_out, result
     assert took < slower(12), result
-    assert result.returncode != 0, result
-    assert "host3" in result.stderr + result.stdout
+    if silently:
+        # Otherwise it depends on who is the first to notice what; with Open MPI, mpirun then
+        # ends with status 0 as often as not, so a launcher must not rely on it.
+        assert result.returncode != 0, result
+        assert "host3" in result.stderr + result.stdout
     assert result.left_behind == 0
 
 
