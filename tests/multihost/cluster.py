@@ -2,7 +2,8 @@
 
 Every host is held by one process, and so is the switch between them. Nothing has a name in the
 system and nothing is mounted outside the hosts: when the holders end, all of it is gone. They
-end with this process, because they read from a pipe that only it writes to.
+end with this process, however it ends, because they read from a pipe that only it writes to; and
+they take with them what still runs on their hosts.
 
 Processes of all hosts see each other, as they see the files of this machine; what is tested must
 not profit from that, and has no reason to.
@@ -38,7 +39,14 @@ mount --bind "$0/hosts" /etc/hosts
 mount --bind "$0/$1.boot_id" /proc/sys/kernel/random/boot_id
 ip link set lo up
 echo ready
-exec cat
+cat
+mine=$(readlink /proc/$$/ns/net)
+for place in /proc/[0-9]*; do
+    pid=${place#/proc/}
+    if [ "$pid" != $$ ] && [ "$(readlink "$place/ns/net")" = "$mine" ]; then
+        kill -9 "$pid" 2>/dev/null || :
+    fi
+done
 """
 
 
@@ -142,17 +150,21 @@ class Cluster:
         }
 
     def processes(self, name: str) -> Iterator[int]:
-        """Find the processes of a host, but for its holder."""
+        """Find the processes of a host, but for those that hold it."""
         holder = self._holders[name].pid
         network = os.readlink(f"/proc/{holder}/ns/net")
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                if int(entry.name) != holder and os.readlink(entry / "ns" / "net") == network:
+                if os.readlink(entry / "ns" / "net") != network or int(entry.name) == holder:
+                    continue
+                parent = int(entry.joinpath("stat").read_text().rpartition(")")[2].split()[1])
+                if parent != holder:
                     yield int(entry.name)
 
-    def crash(self, name: str) -> None:
-        """End everything that runs on a host, and its link with it."""
-        self.inside("switch", "ip", "link", "set", name, "down")
+    def crash(self, name: str, silently: bool = True) -> None:
+        """End everything that runs on a host; unless silently, its peers get to know."""
+        if silently:
+            self.unplug(name)
         self._end_processes(name)
 
     def unplug(self, name: str) -> None:

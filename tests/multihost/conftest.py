@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ..parallel.jobs import Job, JobResult, mpirun, run_job
+from ..parallel.jobs import Job, JobResult, is_open_mpi, mpirun, run_job
 from .cluster import Cluster, why_not
 
 _why_not = functools.cache(why_not)
@@ -42,7 +42,10 @@ def launch(cluster: Cluster) -> Callable[..., JobResult]:
             "OMPI_MCA_btl_sm_backing_directory": None,
             **(env or {}),
         }
-        command = [*cluster.enter("host1"), *mpirun(), "-np", str(np), "-H", hosts]
+        launcher = mpirun()
+        # MPICH spells it otherwise.
+        option = "-H" if is_open_mpi(launcher[0]) else "-hosts"
+        command = [*cluster.enter("host1"), *launcher, "-np", str(np), option, hosts]
         return run_job(np, script, timeout, environment, launcher=command, meanwhile=meanwhile)
 
     return run

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
-from ..parallel.jobs import slower
+from ..parallel.jobs import is_open_mpi, mpirun, slower
 
 COLLECTIVES = """
     import socket, zlib
@@ -172,7 +174,10 @@ def test_an_exception_on_another_host_ends_the_job(launch):
     assert result.left_behind == 0
 
 
-def test_a_host_that_dies_ends_the_job(launch, cluster):
+@pytest.mark.parametrize("silently", [True, False])
+def test_a_host_that_dies_ends_the_job(launch, cluster, silently):
+    if silently and not is_open_mpi(mpirun()[0]):
+        pytest.skip("the mpirun of MPICH waits for a host that it hears nothing of")
     script = """
         import numpy as np
         import hvdlite as hvd
@@ -192,7 +197,7 @@ def test_a_host_that_dies_ends_the_job(launch, cluster):
         while len(job.said()) < 4 and job.returncode is None and time.monotonic() < deadline:
             time.sleep(0.02)
         assert len(job.said()) == 4, job.output()
-        cluster.crash("host3")
+        cluster.crash("host3", silently)
         crashed.append(time.monotonic())
 
     try:
@@ -202,8 +207,11 @@ def test_a_host_that_dies_ends_the_job(launch, cluster):
     took = time.monotonic() - crashed[0]
     assert not result.timed_out, result
     assert took < slower(12), result
-    assert result.returncode != 0, result
-    assert "host3" in result.stderr + result.stdout
+    if silently:
+        # Otherwise it depends on who is the first to notice what; with Open MPI, mpirun then
+        # ends with status 0 as often as not, so a launcher must not rely on it.
+        assert result.returncode != 0, result
+        assert "host3" in result.stderr + result.stdout
     assert result.left_behind == 0
 
 
@@ -251,3 +259,38 @@ with socket.create_connection(("host2", 7000)) as conn:
             receiver.kill()
             cluster.shape("20gbit")
     assert 0.6 * megabits < rate < 1.1 * megabits
+
+
+def test_nothing_is_left_of_hosts_whose_maker_is_killed(cluster):
+    # `cluster` only says whether this machine can have hosts.
+    script = """
+import subprocess, sys, time
+from tests.multihost.cluster import Cluster
+made = Cluster(2)
+child = subprocess.Popen([*made.enter("host2"), "sleep", "100"])
+while child.pid not in made.processes("host2"):
+    time.sleep(0.01)
+print(child.pid, *(holder.pid for holder in made._holders.values()), made.folder, flush=True)
+time.sleep(100)
+"""
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root) as maker:
+        assert maker.stdout is not None
+        *pids, folder = maker.stdout.readline().split()
+        maker.kill()
+    deadline = time.monotonic() + slower(10)
+    while left := [pid for pid in pids if is_alive(pid)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.02)
+    shutil.rmtree(folder)
+    # The sleeper, two hosts and the switch.
+    assert len(pids) == 4
+
+
+def is_alive(pid):
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"

@@ -24,7 +24,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FOLDER", "Job", "JobResult", "mpirun", "run_job", "run_python", "slower", "tail"]
+__all__ = [
+    "FOLDER",
+    "Job",
+    "JobResult",
+    "is_open_mpi",
+    "mpirun",
+    "run_job",
+    "run_python",
+    "slower",
+    "tail",
+]
 
 FOLDER = "HVDLITE_TEST_FOLDER"
 """Variable that tells a job's processes where to write what they have to say."""
@@ -72,14 +82,14 @@ def mpirun() -> list[str]:
 
 
 @functools.cache
-def _is_open_mpi(launcher: str) -> bool:
+def is_open_mpi(launcher: str) -> bool:
     told = subprocess.run([launcher, "--version"], capture_output=True, text=True, timeout=30)
     return "Open MPI" in told.stdout + told.stderr or "PRRTE" in told.stdout + told.stderr
 
 
 def _launch(np: int) -> list[str]:
     command = mpirun()
-    if _is_open_mpi(command[0]):
+    if is_open_mpi(command[0]):
         return [*command, "-np", str(np), "--oversubscribe", "--bind-to", "none"]
     return [*command, "-n", str(np), "-bind-to", "none"]
 
