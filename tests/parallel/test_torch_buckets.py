@@ -119,7 +119,6 @@ def test_buckets_never_show_in_the_numbers(hvd, world, comm):
     results = {
         run(**options)
         for options in (
-            {"bucket_bytes": 0},
             {"bucket_bytes": 1},
             {"bucket_bytes": exact},
             {"bucket_bytes": 4 * 5000},
