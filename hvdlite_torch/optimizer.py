@@ -293,7 +293,7 @@ def _groups(num_groups: Any, groups: Any, parameters: Sequence[torch.Tensor]) ->
     groups = num_groups if groups is None else groups
     if not isinstance(groups, (list, tuple)):
         if argument == "groups" and (isinstance(groups, bool) or not hasattr(groups, "__index__")):
-            raise TypeError(
+            raise ValueError(
                 f"{_ME}: groups must be a number or a list of lists of parameters, "
                 f"not {type(groups).__name__} ({where})."
             )
@@ -309,14 +309,14 @@ def _groups(num_groups: Any, groups: Any, parameters: Sequence[torch.Tensor]) ->
     known = {id(parameter) for parameter in parameters}
     for number, group in enumerate(groups):
         if not isinstance(group, (list, tuple)):
-            raise TypeError(
+            raise ValueError(
                 f"{_ME}: groups must be a number or a list of lists of parameters; "
                 f"groups[{number}] is {type(group).__name__} ({where})."
             )
         for position, parameter in enumerate(group):
             which = f"groups[{number}][{position}]"
             if not isinstance(parameter, torch.Tensor):
-                raise TypeError(
+                raise ValueError(
                     f"{_ME}: {which} must be a parameter, not {type(parameter).__name__} ({where})."
                 )
             if id(parameter) not in known:
