@@ -84,7 +84,10 @@ MODULES: dict[str, Source] = {
     "horovod.tensorflow.keras": _KERAS,
     "horovod.tensorflow.keras.callbacks": _KERAS_CALLBACKS,
     "horovod.tensorflow.keras.elastic": _KERAS_ELASTIC,
-    "horovod.keras": _KERAS,
+    "horovod.keras": Source(
+        ("hvdlite_tf.keras",),
+        extra={"DistributedOptimizer": f"{_COMPAT}:keras_distributed_optimizer"},
+    ),
     "horovod.keras.callbacks": _KERAS_CALLBACKS,
     "horovod.keras.elastic": _KERAS_ELASTIC,
     "horovod.common": Source(),

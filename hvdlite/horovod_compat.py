@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
 import socket
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
 import hvdlite
+from hvdlite import Average
 from hvdlite.collectives import resolve_op
 from hvdlite.transport.types import ReduceOp
 
@@ -36,6 +38,7 @@ __all__ = [
     "host_hash",
     "is_iterable",
     "is_version_greater_equal_than",
+    "keras_distributed_optimizer",
     "notification_manager",
     "num_rank_is_power_2",
     "run",
@@ -171,6 +174,40 @@ class _NotificationManager:
 notification_manager = _NotificationManager()
 
 
+# -- Keras --------------------------------------------------------------------------------
+
+
+def keras_distributed_optimizer(
+    optimizer: T,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = None,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: ReduceOp | int = Average,
+    num_groups: int = 0,
+    groups: Any = None,
+    **options: Any,
+) -> T:
+    """Call `hvdlite_tf.keras.DistributedOptimizer`, with horovod.keras's order of arguments."""
+    # Not the adapter's own function: the ninth argument would be taken for another one.
+    wrapped: T = importlib.import_module("hvdlite_tf.keras").DistributedOptimizer(
+        optimizer,
+        name,
+        device_dense,
+        device_sparse,
+        compression,
+        sparse_as_dense,
+        gradient_predivide_factor,
+        op,
+        num_groups=num_groups,
+        groups=groups,
+        **options,
+    )
+    return wrapped
+
+
 # -- utilities ----------------------------------------------------------------------------
 
 
@@ -211,7 +248,9 @@ def num_rank_is_power_2(num_rank: int) -> bool:
     return num_rank > 0 and num_rank & (num_rank - 1) == 0
 
 
-def handle_average_backwards_compatibility(op: object, average: bool | None) -> ReduceOp:
+def handle_average_backwards_compatibility(
+    op: ReduceOp | int | None, average: bool | None
+) -> ReduceOp:
     """Return the operation that `op`, or `average`, its old spelling, asks for."""
     return resolve_op(average, op)
 

@@ -220,9 +220,23 @@ import horovod.keras
 import hvdlite_tf.keras as hvdlite_keras
 import horovod.tensorflow.keras
 for name in hvdlite_keras.__all__:
-    if name != "callbacks":
+    if name not in ("callbacks", "DistributedOptimizer"):
         thing = getattr(hvdlite_keras, name)
         assert getattr(horovod.keras, name) is getattr(horovod.tensorflow.keras, name) is thing
+assert horovod.tensorflow.keras.DistributedOptimizer is hvdlite_keras.DistributedOptimizer
+asked = dict()
+hvdlite_keras.DistributedOptimizer = lambda *given, **named: asked.update(named, given=given)
+half = hvd.Compression.fp16
+horovod.keras.DistributedOptimizer("o", "n", "d", "s", half, True, 2.0, hvd.Sum, 3, None)
+assert asked == dict(
+    given=("o", "n", "d", "s", half, True, 2.0, hvd.Sum), num_groups=3, groups=None
+), asked
+try:
+    horovod.keras.callbacks.BestModelCheckpoint("val_accuracy", 0, "max")
+except TypeError as error:
+    assert "save_weights_only" in str(error)
+else:
+    raise AssertionError
 assert hvd.check_num_rank_power_of_2(4) and not hvd.check_num_rank_power_of_2(3)
 average = hvd.handle_average_backwards_compatibility
 assert average(None, False) is hvd.Sum and average(None, None) is hvd.Average
