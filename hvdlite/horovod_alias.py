@@ -42,9 +42,21 @@ def _only(module: str, names: str) -> Source:
 
 _ERROR = {"HorovodInternalError": "hvdlite:HvdliteInternalError"}
 _ELASTIC = "TorchState ElasticSampler State ObjectState run"
-_TF = Source(("hvdlite_tf",), extra=_ERROR)
-_KERAS = Source(("hvdlite_tf.keras", "hvdlite_tf"), extra=_ERROR)
-_KERAS_CALLBACKS = Source(("hvdlite_tf.keras.callbacks", "hvdlite_tf.callbacks", "hvdlite_tf"))
+_TF = Source(
+    ("hvdlite_tf",),
+    extra={
+        "check_num_rank_power_of_2": f"{_COMPAT}:num_rank_is_power_2",
+        "handle_average_backwards_compatibility": (
+            f"{_COMPAT}:handle_average_backwards_compatibility"
+        ),
+    },
+)
+_KERAS = Source(("hvdlite_tf.keras",))
+_KERAS_CALLBACKS = Source(("hvdlite_tf.keras.callbacks",))
+_KERAS_ELASTIC = _only(
+    _COMPAT,
+    "KerasState CommitStateCallback UpdateBatchStateCallback UpdateEpochStateCallback run",
+)
 
 MODULES: dict[str, Source] = {
     "horovod": Source(extra={"run": "hvdlite:run"}),
@@ -62,16 +74,22 @@ MODULES: dict[str, Source] = {
     "horovod.torch.elastic.sampler": _only(_COMPAT, "ElasticSampler"),
     "horovod.tensorflow": _TF,
     "horovod.tensorflow.mpi_ops": _TF,
-    "horovod.tensorflow.functions": _TF,
-    "horovod.tensorflow.compression": Source(("hvdlite_tf.compression", "hvdlite_tf")),
-    "horovod.tensorflow.sync_batch_norm": _TF,
-    "horovod.tensorflow.elastic": _TF,
+    "horovod.tensorflow.functions": _only(
+        "hvdlite_tf",
+        "allgather_object broadcast_object broadcast_object_fn broadcast_variables",
+    ),
+    "horovod.tensorflow.compression": Source(("hvdlite_tf.compression",)),
+    "horovod.tensorflow.sync_batch_norm": _only("hvdlite_tf", "SyncBatchNormalization"),
+    "horovod.tensorflow.elastic": _only(_COMPAT, "TensorFlowKerasState TensorFlowState run"),
     "horovod.tensorflow.keras": _KERAS,
     "horovod.tensorflow.keras.callbacks": _KERAS_CALLBACKS,
-    "horovod.tensorflow.keras.elastic": _KERAS,
-    "horovod.keras": _KERAS,
+    "horovod.tensorflow.keras.elastic": _KERAS_ELASTIC,
+    "horovod.keras": Source(
+        ("hvdlite_tf.keras",),
+        extra={"DistributedOptimizer": f"{_COMPAT}:keras_distributed_optimizer"},
+    ),
     "horovod.keras.callbacks": _KERAS_CALLBACKS,
-    "horovod.keras.elastic": _KERAS,
+    "horovod.keras.elastic": _KERAS_ELASTIC,
     "horovod.common": Source(),
     "horovod.common.basics": _only(_COMPAT, "HorovodBasics"),
     "horovod.common.util": _only(
@@ -93,7 +111,7 @@ MODULES: dict[str, Source] = {
     "horovod.runner": Source(extra={"run": "hvdlite:run"}),
     "horovod.runner.common": Source(),
     "horovod.runner.common.util": Source(),
-    "horovod.runner.common.util.env": _only(_COMPAT, "env"),
+    "horovod.runner.common.util.env": _only(_COMPAT, "env get_env_rank_and_size"),
     "horovod.runner.common.util.host_hash": _only(_COMPAT, "host_hash"),
 }
 """Every module of the alias."""

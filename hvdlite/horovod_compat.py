@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
 import socket
@@ -10,22 +11,34 @@ from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
 import hvdlite
+from hvdlite import Average
+from hvdlite.collectives import resolve_op
+from hvdlite.transport.types import ReduceOp
 
 __all__ = [
+    "CommitStateCallback",
     "ElasticSampler",
     "HorovodBasics",
     "HorovodVersionMismatchError",
     "HostsUpdatedInterrupt",
+    "KerasState",
     "ObjectState",
     "State",
+    "TensorFlowKerasState",
+    "TensorFlowState",
     "TorchState",
+    "UpdateBatchStateCallback",
+    "UpdateEpochStateCallback",
     "env",
     "extension_available",
+    "get_env_rank_and_size",
     "get_version_mismatch_message",
     "gpu_available",
+    "handle_average_backwards_compatibility",
     "host_hash",
     "is_iterable",
     "is_version_greater_equal_than",
+    "keras_distributed_optimizer",
     "notification_manager",
     "num_rank_is_power_2",
     "run",
@@ -111,6 +124,30 @@ class TorchState(ObjectState):
     """Stands for elastic state of a model and its optimizer."""
 
 
+class TensorFlowState(ObjectState):
+    """Stands for elastic state of TensorFlow's variables."""
+
+
+class TensorFlowKerasState(ObjectState):
+    """Stands for elastic state of a Keras model and its optimizer."""
+
+
+class KerasState(TensorFlowKerasState):
+    """Stands for elastic state of a Keras model and its optimizer."""
+
+
+class CommitStateCallback(State):
+    """Stands for a callback that saves elastic state."""
+
+
+class UpdateBatchStateCallback(State):
+    """Stands for a callback that counts batches in elastic state."""
+
+
+class UpdateEpochStateCallback(State):
+    """Stands for a callback that counts epochs in elastic state."""
+
+
 class ElasticSampler(State):
     """Stands for a sampler that changes with the number of ranks."""
 
@@ -135,6 +172,40 @@ class _NotificationManager:
 
 
 notification_manager = _NotificationManager()
+
+
+# -- Keras --------------------------------------------------------------------------------
+
+
+def keras_distributed_optimizer(
+    optimizer: T,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = None,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: ReduceOp | int = Average,
+    num_groups: int = 0,
+    groups: Any = None,
+    **options: Any,
+) -> T:
+    """Call `hvdlite_tf.keras.DistributedOptimizer`, with horovod.keras's order of arguments."""
+    # Not the adapter's own function: the ninth argument would be taken for another one.
+    wrapped: T = importlib.import_module("hvdlite_tf.keras").DistributedOptimizer(
+        optimizer,
+        name,
+        device_dense,
+        device_sparse,
+        compression,
+        sparse_as_dense,
+        gradient_predivide_factor,
+        op,
+        num_groups=num_groups,
+        groups=groups,
+        **options,
+    )
+    return wrapped
 
 
 # -- utilities ----------------------------------------------------------------------------
@@ -175,6 +246,25 @@ def is_iterable(value: object) -> bool:
 def num_rank_is_power_2(num_rank: int) -> bool:
     """Return whether a number is a power of two, which hvdlite's Adasum does not ask for."""
     return num_rank > 0 and num_rank & (num_rank - 1) == 0
+
+
+def handle_average_backwards_compatibility(
+    op: ReduceOp | int | None, average: bool | None
+) -> ReduceOp:
+    """Return the operation that `op`, or `average`, its old spelling, asks for."""
+    return resolve_op(average, op)
+
+
+def get_env_rank_and_size() -> tuple[int, int]:
+    """Return rank and size of this process as its environment has them, else 0 and 1."""
+    names = [
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        ("PMI_RANK", "PMI_SIZE"),
+    ]
+    for rank, size in names:
+        if rank in os.environ and size in os.environ:
+            return int(os.environ[rank]), int(os.environ[size])
+    return 0, 1
 
 
 def is_version_greater_equal_than(version: str, target: str) -> bool:

@@ -52,13 +52,15 @@ from hvdlite import (
     rocm_built,
     shutdown,
     size,
+    start_timeline,
     statistics,
+    stop_timeline,
 )
 from hvdlite import __version__ as __version__
 
 if TYPE_CHECKING:
     from .compression import Compression
-    from .keras import DistributedOptimizer
+    from .keras import broadcast_global_variables
     from .movement import allgather, alltoall, grouped_allgather
     from .ops import (
         allreduce,
@@ -69,6 +71,7 @@ if TYPE_CHECKING:
         join,
         reducescatter,
     )
+    from .optimizer import DistributedOptimizer
     from .state import (
         allgather_object,
         broadcast_,
@@ -120,6 +123,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "broadcast_",
+    "broadcast_global_variables",
     "broadcast_object",
     "broadcast_object_fn",
     "broadcast_variables",
@@ -157,16 +161,19 @@ __all__ = [
     "shutdown",
     "size",
     "size_op",
+    "start_timeline",
     "statistics",
+    "stop_timeline",
 ]
 
 _PLACES = {
     "compression": "Compression",
-    "keras": "DistributedOptimizer",
+    "keras": "broadcast_global_variables",
     "movement": "allgather alltoall grouped_allgather",
     "ops": (
         "allreduce barrier broadcast grouped_allreduce grouped_reducescatter join reducescatter"
     ),
+    "optimizer": "DistributedOptimizer",
     "state": (
         "allgather_object broadcast_ broadcast_object broadcast_object_fn broadcast_variables "
         "cross_rank_op cross_size_op local_rank_op local_size_op process_set_included_op "

@@ -49,7 +49,9 @@ from hvdlite import (
     rocm_built,
     shutdown,
     size,
+    start_timeline,
     statistics,
+    stop_timeline,
 )
 
 from . import callbacks
@@ -124,5 +126,7 @@ __all__ = [
     "rocm_built",
     "shutdown",
     "size",
+    "start_timeline",
     "statistics",
+    "stop_timeline",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -43,6 +44,34 @@ def test_a_training_script(np, options):
     found = re.findall(r"accuracy ([0-9.]+) %", out)
     assert len(found) == 4, out
     assert float(found[-1]) > 90, out
+
+
+needs_tensorflow = pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, ("tensorflow", "keras"))), reason="needs TensorFlow"
+)
+
+
+# Importing TensorFlow takes half a minute on a busy machine.
+@needs_tensorflow
+def test_a_loop_of_tensorflow():
+    status, out, err = _alias(2, SCRIPTS / "tensorflow2_digits.py", seconds=180)
+    assert status == 0, err
+    accuracy = re.search(r"^accuracy ([0-9.]+) % on 2 rank\(s\)$", out, re.MULTILINE)
+    assert accuracy is not None, out
+    assert float(accuracy[1]) > 90, out
+    assert "same weights: True\n" in out
+    assert "saved model-1\n" in out
+
+
+@needs_tensorflow
+def test_a_fit_of_keras():
+    status, out, err = _alias(2, SCRIPTS / "keras_digits.py", seconds=180)
+    assert status == 0, err
+    accuracy = re.search(r"^accuracy ([0-9.]+) % on 2 rank\(s\)$", out, re.MULTILINE)
+    assert accuracy is not None, out
+    assert float(accuracy[1]) > 90, out
+    assert "same losses: True\n" in out
+    assert "saved " + str([f"checkpoint-{n}.keras" for n in range(1, 5)]) + " Adam\n" in out
 
 
 def test_a_synthetic_benchmark():

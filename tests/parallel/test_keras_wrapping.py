@@ -169,6 +169,25 @@ def test_what_is_refused(hk, hvd, world):
         optimizer.apply([h.tf.ones([1])], [stranger])
 
 
+def test_arguments_in_the_order_of_tensorflow(hk, world):
+    import hvdlite_tf
+
+    from . import keras_helpers as h
+
+    sgd = h.keras.optimizers.SGD(0.1)
+    half = hvdlite_tf.Compression.fp16
+    given = [sgd, "name", True, "/cpu:0", "/cpu:0", half, True, 3, hk.Average, 2.0, True, 4]
+    assert hvdlite_tf.DistributedOptimizer(*given) is sgd
+    options = sgd._hvdlite_options
+    assert (options.compression, options.sparse_as_dense, options.passes) == (half, True, 3)
+    assert (options.op, options.gradient_predivide_factor) == (hk.Average, 2.0)
+    assert (options.average_passes, options.number_of_groups) == (True, 4)
+    summing = hvdlite_tf.DistributedOptimizer(h.keras.optimizers.SGD(0.1), op=hk.Sum)
+    assert summing._hvdlite_options.op is hk.Sum
+    with pytest.raises(RuntimeError, match="BroadcastGlobalVariablesCallback"):
+        hvdlite_tf.broadcast_global_variables(0)
+
+
 def test_values(hk, world):
     from . import keras_helpers as h
 

@@ -22,6 +22,7 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
         filepath: where to save; may be set later, as the attribute of that name.
 
     Raises:
+        TypeError: `save_weights_only` is no bool, but a `mode`, say.
         ValueError: there is no `filepath` when training begins.
     """
 
@@ -35,6 +36,12 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
         *,
         filepath: str | os.PathLike[str] | None = None,
     ) -> None:
+        # In horovod.keras `mode` is the third argument.
+        if not isinstance(save_weights_only, bool):
+            raise TypeError(
+                "BestModelCheckpoint: save_weights_only must be True or False, not "
+                f"{save_weights_only!r}; pass mode=... and save_freq=... by name."
+            )
         stand_in = "unset.weights.h5" if save_weights_only else "unset.keras"
         super().__init__(
             filepath=stand_in if filepath is None else filepath,
