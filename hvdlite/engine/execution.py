@@ -214,7 +214,7 @@ class Executor:
                     at += nbytes
         with self._moving(batch):
             if len(buffer):
-                yield from self.transport.allgather(buffer, counts, DType.UINT8, tag)
+                yield from self.transport.allgather(buffer, counts, tag)
         with self._unpacking(batch):
             if scratch is not None:
                 self._unpack_gathered(pieces, outputs, buffer)

@@ -250,11 +250,9 @@ class HierarchicalTransport:
         """Reduce so that this rank's piece of `buffer` is complete; the rest is scratch after."""
         yield from self._ring.reduce_scatter(buffer, counts, dtype, op, finish, tag)
 
-    def allgather(
-        self, buffer: Array, counts: Sequence[int], dtype: DType, tag: int
-    ) -> Operation[None]:
+    def allgather(self, buffer: Array, counts: Sequence[int], tag: int) -> Operation[None]:
         """Fill `buffer`, in which this rank's piece is in place already; counts[r] is rank r's."""
-        yield from self._ring.allgather(buffer, counts, dtype, tag)
+        yield from self._ring.allgather(buffer, counts, tag)
 
     def broadcast(self, buffer: Array, root: int, tag: int) -> Operation[None]:
         """Copy the root's buffer to all."""
@@ -270,10 +268,6 @@ class HierarchicalTransport:
     ) -> Operation[None]:
         """Send a piece of `send` to every rank and fill `recv` with theirs, by rank."""
         yield from self._ring.alltoall(send, send_counts, recv, recv_counts, tag)
-
-    def barrier(self, tag: int) -> Operation[None]:
-        """Return when every rank has come here."""
-        yield from self._ring.barrier(tag)
 
     def allocate(self, nbytes: int) -> Array:
         """Return memory that the other ranks of this host can read and write."""

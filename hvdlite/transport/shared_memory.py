@@ -77,8 +77,8 @@ class SharedMemoryTransport:
         Collective and blocking; all ranks come to the same decision.
 
         Args:
-            comm: the ranks, which should be on one host. Alltoall and barrier use its
-                messages; the rest has communicators of its own.
+            comm: the ranks, which should be on one host. Alltoall uses its messages;
+                the rest has communicators of its own.
             segment_bytes: what a rank reduces of an ordinary buffer between two barriers.
             capacity: bytes that `allocate` can hand out on this rank. By default its share
                 of the machine's memory; nothing is used before it is needed.
@@ -176,9 +176,7 @@ class SharedMemoryTransport:
         yield from self._reduce(lane, buffer, counts, combine, finish, False)
         lane.leave()
 
-    def allgather(
-        self, buffer: Array, counts: Sequence[int], dtype: DType, tag: int
-    ) -> Operation[None]:
+    def allgather(self, buffer: Array, counts: Sequence[int], tag: int) -> Operation[None]:
         """Fill `buffer`, in which this rank's piece is in place already; counts[r] is rank r's."""
         yield from self._gather_alone(buffer, counts)
 
@@ -199,10 +197,6 @@ class SharedMemoryTransport:
         """Send a piece of `send` to every rank and fill `recv` with theirs, by rank."""
         # Nobody knows how long the longest of all pieces is, and so how often to meet.
         yield from self._messages.alltoall(send, send_counts, recv, recv_counts, tag)
-
-    def barrier(self, tag: int) -> Operation[None]:
-        """Return when every rank has come here."""
-        yield from self._messages.barrier(tag)
 
     def close(self) -> None:
         """Release what the transport holds (collective, after its last operation).
