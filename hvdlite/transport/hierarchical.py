@@ -16,7 +16,6 @@ another.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
@@ -26,7 +25,7 @@ from .base import Communicator, Finish, Operation, Pending, Words
 from .ring import RingTransport, even_counts
 from .shared_lanes import Lane
 from .shared_memory import SharedMemoryTransport
-from .shared_segment import SegmentUnavailableError, agree
+from .shared_segment import SegmentUnavailableError, agree, completed
 from .types import Array, DType, ReduceOp
 
 __all__ = ["CHUNK_BYTES", "HierarchicalTransport"]
@@ -93,19 +92,9 @@ class HierarchicalTransport:
         Returns:
             The transport, or None.
         """
-        creation = cls.creating(comm, hosts, ring, segment_bytes, chunk_bytes=chunk_bytes)
-        try:
-            while True:
-                pending = next(creation)
-                while not pending.Test():
-                    os.sched_yield()
-        except StopIteration as end:
-            made: HierarchicalTransport = end.value
-            return made
-        except SegmentUnavailableError as error:
-            if refused is not None:
-                refused(str(error))
-            return None
+        return completed(
+            cls.creating(comm, hosts, ring, segment_bytes, chunk_bytes=chunk_bytes), refused
+        )
 
     @classmethod
     def creating(

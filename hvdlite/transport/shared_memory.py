@@ -20,7 +20,7 @@ from . import kernels
 from .base import Communicator, Finish, Operation, Words
 from .ring import RingTransport, even_counts
 from .shared_lanes import ELSEWHERE, Lane, Passage, make_lanes
-from .shared_segment import SegmentUnavailableError, SharedSegments
+from .shared_segment import SharedSegments, completed
 from .shared_words import SharedWords
 from .types import Array, DType, ReduceOp
 
@@ -87,19 +87,7 @@ class SharedMemoryTransport:
         Returns:
             The transport, or None.
         """
-        creation = cls.creating(comm, segment_bytes, capacity=capacity)
-        try:
-            while True:
-                pending = next(creation)
-                while not pending.Test():
-                    os.sched_yield()
-        except StopIteration as end:
-            made: SharedMemoryTransport = end.value
-            return made
-        except SegmentUnavailableError as error:
-            if refused is not None:
-                refused(str(error))
-            return None
+        return completed(cls.creating(comm, segment_bytes, capacity=capacity), refused)
 
     @classmethod
     def creating(
