@@ -43,9 +43,6 @@ class ProcessSet:
     def __repr__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
 
-    def __str__(self) -> str:
-        return repr(self)
-
     # A set is what the job knows it as: a model that is copied stays in the set it was in, and
     # the set of all ranks is that of whatever job unpickles it.
     def __deepcopy__(self, memo: dict[int, Any]) -> ProcessSet:

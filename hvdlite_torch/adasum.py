@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from .arguments import checked_integer
 from .async_ops import grouped_allreduce_async_
 from .buckets import Reduction
 from .eager import eager
@@ -78,11 +79,10 @@ class AdasumReducer:
         """Note how many backward passes accumulate (as a sum) before a step.
 
         Raises:
-            ValueError: `passes` is not a positive number.
+            TypeError: `passes` is not a whole number.
+            ValueError: `passes` is not positive.
         """
-        if passes < 1:
-            raise ValueError(f"backward_passes_per_step must be at least 1, not {passes}.")
-        self.passes_per_step = passes
+        self.passes_per_step = checked_integer(passes, "set_backward_passes_per_step", "passes", 1)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Reset the gradients, as the optimizer itself would."""

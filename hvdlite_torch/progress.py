@@ -33,12 +33,12 @@ def announce(who: Agreeing) -> None:
     _agreeing.add(who)
 
 
-def wait(handle: Any, besides: Agreeing | None = None) -> Any:
+def wait(handle: Any) -> Any:
     """Wait for a handle and return its result; others advance meanwhile."""
     seconds = _SHORTEST
     while not handle.done():
-        _advance(besides)
-        if not _agreeing or (len(_agreeing) == 1 and besides in _agreeing):
+        _advance()
+        if not _agreeing:
             break
         try:
             return handle.wait(seconds)
@@ -47,7 +47,7 @@ def wait(handle: Any, besides: Agreeing | None = None) -> Any:
     return handle.wait()
 
 
-def _advance(besides: Agreeing | None) -> None:
+def _advance() -> None:
     for other in list(_agreeing):
-        if other is not besides and not other.advance():
+        if not other.advance():
             _agreeing.discard(other)

@@ -73,12 +73,10 @@ class ResponseCache:
         self._by_slot[slot] = cached
         return evicted
 
-    def evict(self, slot: int) -> str:
-        """Forget a slot and return the name it had."""
-        name = _name(self._by_slot.pop(slot))
-        del self._by_name[name]
+    def evict(self, slot: int) -> None:
+        """Forget a slot."""
+        del self._by_name[_name(self._by_slot.pop(slot))]
         heapq.heappush(self._free, slot)
-        return name
 
 
 def _name(cached: CachedResponse) -> str:

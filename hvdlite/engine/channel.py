@@ -155,7 +155,7 @@ class Channel:
         """Return what was agreed on and has not completed."""
         batches = [*(batch for _, batch in self._in_flight), *self._queue]
         entries = {id(e): e for batch in batches for e in batch.entries if e is not None}
-        return [entry for entry in entries.values() if not entry.handle.done()]
+        return [entry for entry in entries.values() if not entry.handle.finished]
 
     @property
     def quiet(self) -> bool:

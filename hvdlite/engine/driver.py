@@ -65,11 +65,12 @@ class Driver:
     ) -> None:
         self.lock = threading.Lock()
         """Guards what callers hand in."""
+        self.drive = threading.Lock()
+        """Held by whoever takes a step."""
         self._step = step
         self._due = due
         self._affinity = affinity
         self._wake = threading.Condition(self.lock)
-        self._drive = threading.Lock()
         self._callers = 0
         self._attention = _Attention(self)
         self._news = False
@@ -122,11 +123,11 @@ class Driver:
         pacer = Pacer(_CALLER_BURST)
         with self.attended():
             while True:
-                if self._drive.acquire(blocking=False):
+                if self.drive.acquire(blocking=False):
                     try:
                         moved = not done() and self._take_step(_CALLER_TESTS)
                     finally:
-                        self._drive.release()
+                        self.drive.release()
                     if moved:
                         pacer.progressed()
                 if done():
@@ -151,11 +152,11 @@ class Driver:
             if self._callers:
                 self._nap(IDLE)
                 continue
-            if self._drive.acquire(blocking=False):
+            if self.drive.acquire(blocking=False):
                 try:
                     moved = self._take_step(1)
                 finally:
-                    self._drive.release()
+                    self.drive.release()
                 if moved:
                     pacer.progressed()
                     continue

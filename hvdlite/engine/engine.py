@@ -216,8 +216,10 @@ class Engine:
         self._driver.stop()
         self._timeline.finish()
         if self._failure is None:
-            for set_id in list(self.channels):
-                self._free(set_id)
+            # Callers that waited in other threads may be in the middle of a step.
+            with self._driver.drive:
+                for set_id in list(self.channels):
+                    self._free(set_id)
 
     def fail(self, text: str) -> None:
         """Give up: fail all that is in flight, and refuse what comes."""
@@ -360,8 +362,12 @@ class Engine:
         return moved
 
     def _closed(self) -> bool:
+        if self._failure is not None:
+            return True
+        # A copy: another thread's step may add or free a process set meanwhile.
+        channels = list(self.channels.values())
         return not (self._submitted or self._chores) and all(
-            channel.negotiator.closed and channel.quiet for channel in self.channels.values()
+            channel.negotiator.closed and channel.quiet for channel in channels
         )
 
     # -- process sets -------------------------------------------------------------------
@@ -469,7 +475,7 @@ class Engine:
         return {
             display(entry.key, entry.request.kind): now - entry.submitted
             for entry in [*channel.negotiator.pending.values(), *channel.executing()]
-            if entry.request.kind is not Kind.JOIN and not entry.handle.done()
+            if entry.request.kind is not Kind.JOIN and not entry.handle.finished
         }
 
     def _inspect(self) -> None:

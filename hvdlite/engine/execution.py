@@ -19,12 +19,7 @@ from .requests import Kind, Piece, Request, display
 from .statistics import Counters, Stopwatch
 from .submissions import Entry
 
-__all__ = ["Executor", "rows_of_rank"]
-
-
-def rows_of_rank(rows: int, rank: int, size: int) -> int:
-    """Return how many of `rows` rows a reducescatter leaves on a rank."""
-    return rows // size + (rank < rows % size)
+__all__ = ["Executor"]
 
 
 class Executor:
@@ -128,7 +123,7 @@ class Executor:
             for piece, entry in zip(pieces, batch.entries, strict=True):
                 each, more = divmod(piece.shape[0], self.size)
                 first = rank * each + min(rank, more)
-                rows = rows_of_rank(piece.shape[0], rank, self.size)
+                rows = each + (rank < more)
                 places.append((piece, entry, first, rows, start))
                 start += rows * math.prod(piece.shape[1:])
             counts[rank] = start - before
@@ -214,7 +209,7 @@ class Executor:
                     at += nbytes
         with self._moving(batch):
             if len(buffer):
-                yield from self.transport.allgather(buffer, counts, DType.UINT8, tag)
+                yield from self.transport.allgather(buffer, counts, tag)
         with self._unpacking(batch):
             if scratch is not None:
                 self._unpack_gathered(pieces, outputs, buffer)

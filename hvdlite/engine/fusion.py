@@ -84,10 +84,6 @@ class FusionBuffers:
         self._allocate = allocate
         self._free: list[Array] = [np.empty(0, dtype=np.uint8) for _ in range(count)]
 
-    def available(self) -> bool:
-        """Whether `acquire` has something to give."""
-        return bool(self._free)
-
     def acquire(self, nbytes: int) -> Array:
         """Return a buffer of at least `nbytes` bytes, to be given back with `release`."""
         # The largest first, so that buffers that have grown are the ones that get used.
@@ -100,8 +96,3 @@ class FusionBuffers:
 
     def release(self, buffer: Array) -> None:
         self._free.append(buffer)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held by the buffers that are not in use."""
-        return sum(len(buffer) for buffer in self._free)

@@ -59,6 +59,11 @@ class Handle:
         """Return whether `wait()` would return, or raise, at once."""
         return self._finished or self._engine.failed
 
+    @property
+    def finished(self) -> bool:
+        """Whether it has been completed, whatever has become of the engine."""
+        return self._finished
+
     def wait(self, timeout: float | None = None) -> Any:
         """Wait for the collective and return its result.
 
@@ -75,10 +80,10 @@ class Handle:
             self._engine.wait(self, timeout)
         if not self._finished:
             raise self._engine.failure()
+        if self.convert is not None and self._error is None:
+            self._convert()
         if self._error is not None:
             raise self._error
-        if self.convert is not None:
-            self._convert()
         return self._result
 
     def _convert(self) -> None:
@@ -88,9 +93,8 @@ class Handle:
             try:
                 self._result = self.convert(self._result)
             except BaseException as error:
-                # Must not run again on a half-used result.
+                # For all who wait: it must not run again on a half-used result.
                 self._error = error
-                raise
             finally:
                 self.convert = None
 

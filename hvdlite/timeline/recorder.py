@@ -53,7 +53,6 @@ class Recorder:
         self.unfinished = 0
         """Batches that were agreed on while this was recording and are not done."""
         self._events: deque[tuple[Any, ...]] = deque()
-        self._limit = limit
         self._room = limit
         self._lock = threading.Lock()
 

@@ -127,7 +127,7 @@ class Adasum:
         kernels.narrow_into(result, vectors[0], dtype)
         if finish is not None and mine:
             finish(result)
-        yield from self._ring.allgather(buffer, counts, dtype, tag)
+        yield from self._ring.allgather(buffer, counts, tag)
 
     def close(self) -> None:
         """Release the scratch buffers."""

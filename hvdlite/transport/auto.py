@@ -178,11 +178,9 @@ class AutoTransport:
         """Reduce so that this rank's piece of `buffer` is complete; the rest is scratch after."""
         return self._by_size(buffer).reduce_scatter(buffer, counts, dtype, op, finish, tag)
 
-    def allgather(
-        self, buffer: Array, counts: Sequence[int], dtype: DType, tag: int
-    ) -> Operation[None]:
+    def allgather(self, buffer: Array, counts: Sequence[int], tag: int) -> Operation[None]:
         """Fill `buffer`, in which this rank's piece is in place already; counts[r] is rank r's."""
-        return self._by_size(buffer).allgather(buffer, counts, dtype, tag)
+        return self._by_size(buffer).allgather(buffer, counts, tag)
 
     def broadcast(self, buffer: Array, root: int, tag: int) -> Operation[None]:
         """Copy the root's buffer to all."""
@@ -199,10 +197,6 @@ class AutoTransport:
         """Send a piece of `send` to every rank and fill `recv` with theirs, by rank."""
         # Its bytes differ from rank to rank.
         return self._large.alltoall(send, send_counts, recv, recv_counts, tag)
-
-    def barrier(self, tag: int) -> Operation[None]:
-        """Return when every rank has come here."""
-        return self._small.barrier(tag)
 
     def allocate(self, nbytes: int) -> Array:
         """Return memory that suits large operations best."""

@@ -135,9 +135,7 @@ class Transport(Protocol):
         """Reduce so that this rank's piece of `buffer` is complete; the rest is scratch after."""
         ...
 
-    def allgather(
-        self, buffer: Array, counts: Sequence[int], dtype: DType, tag: int
-    ) -> Operation[None]:
+    def allgather(self, buffer: Array, counts: Sequence[int], tag: int) -> Operation[None]:
         """Fill `buffer`, in which this rank's piece is in place already; counts[r] is rank r's."""
         ...
 
@@ -151,8 +149,6 @@ class Transport(Protocol):
         recv_counts: Sequence[int],
         tag: int,
     ) -> Operation[None]: ...
-
-    def barrier(self, tag: int) -> Operation[None]: ...
 
     def allocate(self, nbytes: int) -> Array:
         """Return bytes of memory for buffers: the kind that this transport moves fastest.

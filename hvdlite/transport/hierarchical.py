@@ -16,7 +16,6 @@ another.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
@@ -26,7 +25,7 @@ from .base import Communicator, Finish, Operation, Pending, Words
 from .ring import RingTransport, even_counts
 from .shared_lanes import Lane
 from .shared_memory import SharedMemoryTransport
-from .shared_segment import SegmentUnavailableError, agree
+from .shared_segment import SegmentUnavailableError, agree, completed
 from .types import Array, DType, ReduceOp
 
 __all__ = ["CHUNK_BYTES", "HierarchicalTransport"]
@@ -93,19 +92,9 @@ class HierarchicalTransport:
         Returns:
             The transport, or None.
         """
-        creation = cls.creating(comm, hosts, ring, segment_bytes, chunk_bytes=chunk_bytes)
-        try:
-            while True:
-                pending = next(creation)
-                while not pending.Test():
-                    os.sched_yield()
-        except StopIteration as end:
-            made: HierarchicalTransport = end.value
-            return made
-        except SegmentUnavailableError as error:
-            if refused is not None:
-                refused(str(error))
-            return None
+        return completed(
+            cls.creating(comm, hosts, ring, segment_bytes, chunk_bytes=chunk_bytes), refused
+        )
 
     @classmethod
     def creating(
@@ -250,11 +239,9 @@ class HierarchicalTransport:
         """Reduce so that this rank's piece of `buffer` is complete; the rest is scratch after."""
         yield from self._ring.reduce_scatter(buffer, counts, dtype, op, finish, tag)
 
-    def allgather(
-        self, buffer: Array, counts: Sequence[int], dtype: DType, tag: int
-    ) -> Operation[None]:
+    def allgather(self, buffer: Array, counts: Sequence[int], tag: int) -> Operation[None]:
         """Fill `buffer`, in which this rank's piece is in place already; counts[r] is rank r's."""
-        yield from self._ring.allgather(buffer, counts, dtype, tag)
+        yield from self._ring.allgather(buffer, counts, tag)
 
     def broadcast(self, buffer: Array, root: int, tag: int) -> Operation[None]:
         """Copy the root's buffer to all."""
@@ -270,10 +257,6 @@ class HierarchicalTransport:
     ) -> Operation[None]:
         """Send a piece of `send` to every rank and fill `recv` with theirs, by rank."""
         yield from self._ring.alltoall(send, send_counts, recv, recv_counts, tag)
-
-    def barrier(self, tag: int) -> Operation[None]:
-        """Return when every rank has come here."""
-        yield from self._ring.barrier(tag)
 
     def allocate(self, nbytes: int) -> Array:
         """Return memory that the other ranks of this host can read and write."""

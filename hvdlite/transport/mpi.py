@@ -102,12 +102,10 @@ class MPITransport:
                 finish(part)
         self._pool.give_back(scratch)
 
-    def allgather(
-        self, buffer: Array, counts: Sequence[int], dtype: DType, tag: int
-    ) -> Operation[None]:
+    def allgather(self, buffer: Array, counts: Sequence[int], tag: int) -> Operation[None]:
         """Fill `buffer`, in which this rank's piece is in place already; counts[r] is rank r's."""
         if self._size == 1 or len(set(counts)) > 1 or not len(buffer):
-            yield from self._ring.allgather(buffer, counts, dtype, tag)
+            yield from self._ring.allgather(buffer, counts, tag)
             return
         start = self._comm.rank * counts[0]
         yield self._comm.iallgather(buffer[start : start + counts[0]].copy(), buffer)
@@ -127,11 +125,6 @@ class MPITransport:
     ) -> Operation[None]:
         """Send a piece of `send` to every rank and fill `recv` with theirs, by rank."""
         yield from self._ring.alltoall(send, send_counts, recv, recv_counts, tag)
-
-    def barrier(self, tag: int) -> Operation[None]:
-        """Return when every rank has come here."""
-        if self._size > 1:
-            yield self._comm.ibarrier()
 
     def allocate(self, nbytes: int) -> Array:
         """Return ordinary memory."""

@@ -126,7 +126,7 @@ class RingTransport:
     ) -> Operation[None]:
         """Reduce in place; every rank ends with bit-identical contents."""
         combine = kernels.combiner(dtype, op)
-        pieces = self._pieces(even_counts(len(buffer), self._size), dtype)
+        pieces = self._pieces(even_counts(len(buffer), self._size), buffer.itemsize)
         if self._size == 1:
             _finish_alone(buffer, finish)
             return
@@ -155,7 +155,7 @@ class RingTransport:
     ) -> Operation[None]:
         """Reduce so that this rank's piece of `buffer` is complete; the rest is scratch after."""
         combine = kernels.combiner(dtype, op)
-        pieces = self._pieces(counts, dtype)
+        pieces = self._pieces(counts, buffer.itemsize)
         if self._size == 1:
             _finish_alone(buffer, finish)
             return
@@ -174,11 +174,9 @@ class RingTransport:
             tag,
         )
 
-    def allgather(
-        self, buffer: Array, counts: Sequence[int], dtype: DType, tag: int
-    ) -> Operation[None]:
+    def allgather(self, buffer: Array, counts: Sequence[int], tag: int) -> Operation[None]:
         """Fill `buffer`, in which this rank's piece is in place already; counts[r] is rank r's."""
-        pieces = self._pieces(counts, dtype)
+        pieces = self._pieces(counts, buffer.itemsize)
         if self._size == 1:
             return
         yield from self._circulate(
@@ -254,19 +252,6 @@ class RingTransport:
                 yield waiting.popleft()
         yield from waiting
 
-    def barrier(self, tag: int) -> Operation[None]:
-        """Return when every rank has come here: who has heard of k ranks tells one k further."""
-        nothing = np.zeros(1, dtype=np.uint8)
-        distance = 1
-        while distance < self._size:
-            heard = np.empty(1, dtype=np.uint8)
-            source, dest = self._rank - distance, self._rank + distance
-            receive = self._comm.irecv(heard, source % self._size, tag)
-            send = self._comm.isend(nothing, dest % self._size, tag)
-            yield receive
-            yield send
-            distance *= 2
-
     def allocate(self, nbytes: int) -> Array:
         """Return ordinary memory."""
         return np.empty(nbytes, dtype=np.uint8)
@@ -281,9 +266,9 @@ class RingTransport:
         step = max(1, self._segment_bytes // itemsize)
         return ((at, min(at + step, stop)) for at in range(start, stop, step))
 
-    def _pieces(self, counts: Sequence[int], dtype: DType) -> list[list[_Span]]:
+    def _pieces(self, counts: Sequence[int], itemsize: int) -> list[list[_Span]]:
         """Return the segments of every rank's piece."""
-        return [list(self._segments(*span, dtype.itemsize)) for span in _spans(counts)]
+        return [list(self._segments(*span, itemsize)) for span in _spans(counts)]
 
     def _behind(self, pieces: Sequence[list[_Span]], first: int) -> list[_Span]:
         """Return the segments of n-1 pieces in the order in which the ring brings them.

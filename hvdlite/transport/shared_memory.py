@@ -20,7 +20,7 @@ from . import kernels
 from .base import Communicator, Finish, Operation, Words
 from .ring import RingTransport, even_counts
 from .shared_lanes import ELSEWHERE, Lane, Passage, make_lanes
-from .shared_segment import SegmentUnavailableError, SharedSegments
+from .shared_segment import SharedSegments, completed
 from .shared_words import SharedWords
 from .types import Array, DType, ReduceOp
 
@@ -77,8 +77,8 @@ class SharedMemoryTransport:
         Collective and blocking; all ranks come to the same decision.
 
         Args:
-            comm: the ranks, which should be on one host. Alltoall and barrier use its
-                messages; the rest has communicators of its own.
+            comm: the ranks, which should be on one host. Alltoall uses its messages;
+                the rest has communicators of its own.
             segment_bytes: what a rank reduces of an ordinary buffer between two barriers.
             capacity: bytes that `allocate` can hand out on this rank. By default its share
                 of the machine's memory; nothing is used before it is needed.
@@ -87,19 +87,7 @@ class SharedMemoryTransport:
         Returns:
             The transport, or None.
         """
-        creation = cls.creating(comm, segment_bytes, capacity=capacity)
-        try:
-            while True:
-                pending = next(creation)
-                while not pending.Test():
-                    os.sched_yield()
-        except StopIteration as end:
-            made: SharedMemoryTransport = end.value
-            return made
-        except SegmentUnavailableError as error:
-            if refused is not None:
-                refused(str(error))
-            return None
+        return completed(cls.creating(comm, segment_bytes, capacity=capacity), refused)
 
     @classmethod
     def creating(
@@ -176,9 +164,7 @@ class SharedMemoryTransport:
         yield from self._reduce(lane, buffer, counts, combine, finish, False)
         lane.leave()
 
-    def allgather(
-        self, buffer: Array, counts: Sequence[int], dtype: DType, tag: int
-    ) -> Operation[None]:
+    def allgather(self, buffer: Array, counts: Sequence[int], tag: int) -> Operation[None]:
         """Fill `buffer`, in which this rank's piece is in place already; counts[r] is rank r's."""
         yield from self._gather_alone(buffer, counts)
 
@@ -199,10 +185,6 @@ class SharedMemoryTransport:
         """Send a piece of `send` to every rank and fill `recv` with theirs, by rank."""
         # Nobody knows how long the longest of all pieces is, and so how often to meet.
         yield from self._messages.alltoall(send, send_counts, recv, recv_counts, tag)
-
-    def barrier(self, tag: int) -> Operation[None]:
-        """Return when every rank has come here."""
-        yield from self._messages.barrier(tag)
 
     def close(self) -> None:
         """Release what the transport holds (collective, after its last operation).

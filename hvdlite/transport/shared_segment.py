@@ -16,8 +16,8 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -30,8 +30,11 @@ __all__ = [
     "SegmentUnavailableError",
     "SharedSegments",
     "agree",
+    "completed",
     "map_segments",
 ]
+
+T = TypeVar("T")
 
 _PAGE = mmap.PAGESIZE
 HEADER = _PAGE
@@ -173,6 +176,27 @@ def map_segments(comm: Communicator, capacity: int, reserved: int) -> Operation[
         if descriptor >= 0:
             os.close(descriptor)
     return SharedSegments(memory, comm.rank, reserved)
+
+
+def completed(creation: Operation[T], refused: Callable[[str], object] | None = None) -> T | None:
+    """Return what a creation makes, None where it cannot be made (blocks).
+
+    Args:
+        creation: may raise SegmentUnavailableError.
+        refused: called with the reason then.
+    """
+    try:
+        while True:
+            pending = next(creation)
+            while not pending.Test():
+                os.sched_yield()
+    except StopIteration as end:
+        made: T = end.value
+        return made
+    except SegmentUnavailableError as error:
+        if refused is not None:
+            refused(str(error))
+        return None
 
 
 _FAILURES = (OSError, ValueError, OverflowError, AttributeError)

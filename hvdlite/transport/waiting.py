@@ -15,6 +15,7 @@ __all__ = ["Pacer"]
 _SHORTEST = 5e-5
 _LONGEST = 1e-3
 _SHARE = 1 / 20
+"""Of the time already waited: sleeping never delays anything by much more than that."""
 
 
 class Pacer:
@@ -23,19 +24,11 @@ class Pacer:
     Args:
         burst: seconds of tests without sleep after the last progress.
         sleep: sleeps for the given seconds, or less.
-        longest: the longest sleep in seconds. Up to it, a sleep lasts a twentieth of the
-            time already waited, so that sleeping never delays anything by much more than that.
     """
 
-    def __init__(
-        self,
-        burst: float,
-        sleep: Callable[[float], object] = time.sleep,
-        longest: float = _LONGEST,
-    ) -> None:
+    def __init__(self, burst: float, sleep: Callable[[float], object] = time.sleep) -> None:
         self._burst = burst
         self._sleep = sleep
-        self._longest = longest
         self._since = time.perf_counter()
 
     def progressed(self) -> None:
@@ -53,4 +46,4 @@ class Pacer:
             # Not sleep(0): that takes 0.1 ms.
             os.sched_yield()
         else:
-            self._sleep(min(max(_SHORTEST, waited * _SHARE), self._longest, at_most))
+            self._sleep(min(max(_SHORTEST, waited * _SHARE), _LONGEST, at_most))

@@ -14,6 +14,9 @@ from .base import Exchange, GradientCompressor, Part, State, Steps, working
 
 __all__ = ["PowerSGDCompressor"]
 
+_SERIAL = 16384
+"""Elements up to which torch sums in one thread, whatever their number."""
+
 
 class PowerSGDCompressor(GradientCompressor):
     """Sends an approximation of low rank, found by one power iteration a step.
@@ -110,20 +113,31 @@ def _unpacked(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Te
 def _orthonormal(matrix: torch.Tensor) -> torch.Tensor:
     """Make columns orthonormal by Gram and Schmidt, twice, which is enough.
 
-    Not by LAPACK, whose blocks may depend on where in memory a matrix lies.
+    Not by LAPACK, whose blocks may depend on where in memory a matrix lies, nor by sums and
+    norms of torch, which depend on the number of threads: ranks may differ in that.
     """
     columns = [column.clone() for column in matrix.double().t()]
     for i, column in enumerate(columns):
-        length = column.norm()
+        length = _dot(column, column).sqrt()
         for _ in range(2):
             for other in columns[:i]:
-                column -= (other * column).sum() * other
-        norm = column.norm()
+                column -= _dot(other, column) * other
+        norm = _dot(column, column).sqrt()
         # What is left of a column that depends on others is noise.
         columns[i] = column / norm if norm > 1e-9 * length else torch.zeros_like(column)
         if not bool(torch.isfinite(norm)):
             columns[i] = torch.full_like(column, torch.nan)
     return torch.stack(columns, 1).to(matrix.dtype)
+
+
+def _dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return the inner product, summed in an order that is the same on all ranks."""
+    products = a * b
+    while len(products) > _SERIAL:
+        half = (len(products) + 1) // 2
+        products[: len(products) - half] += products[half:]
+        products = products[:half]
+    return products.sum()
 
 
 def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

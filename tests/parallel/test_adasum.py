@@ -246,6 +246,9 @@ def test_the_optimizer_stays_what_it_is(torch_hvd, world, comm):
     optimizer.set_backward_passes_per_step(1)
     with pytest.raises(ValueError, match="at least 1"):
         optimizer.set_backward_passes_per_step(0)
+    for wrong in (1.5, "2", True, None):
+        with pytest.raises(TypeError, match="passes"):
+            optimizer.set_backward_passes_per_step(wrong)
     with pytest.raises(ValueError, match="op=Average only"):
         hvd.DistributedOptimizer(
             make_adamw(make_cnn()), op=hvd.Adasum, gradient_predivide_factor=2.0

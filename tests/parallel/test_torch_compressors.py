@@ -132,6 +132,26 @@ def test_powersgd_finds_what_has_low_rank(hvd, world, comm):
     assert_same_on_all_ranks(comm, grads.values())
 
 
+@pytest.mark.np(1)
+def test_a_basis_does_not_depend_on_the_number_of_threads(hvd):
+    from hvdlite_torch.compressors.powersgd import _orthonormal
+
+    before = torch.get_num_threads()
+    generator = torch.Generator().manual_seed(1)
+    try:
+        for rows in (5, 16385, 100_003):
+            matrix = torch.randn(rows, 4, generator=generator, dtype=torch.float64)
+            found = []
+            for threads in (1, 2, 3):
+                torch.set_num_threads(threads)
+                found.append(_orthonormal(matrix))
+            assert all(torch.equal(basis, found[0]) for basis in found), rows
+            gram = found[0].t() @ found[0]
+            assert_close(gram, torch.eye(4, dtype=torch.float64), "gram", 1e-12)
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.np(2, 3, 4)
 @pytest.mark.parametrize("kind", COMPRESSORS)
 def test_nothing_is_lost_with_error_feedback(hvd, world, comm, kind):

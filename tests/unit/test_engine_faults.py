@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -274,6 +275,70 @@ def test_an_internal_error_fails_what_is_in_flight_and_what_comes(seed, monkeypa
         handle.wait()
     with pytest.raises(HvdliteInternalError, match="broken by the test"):
         job.submit(0, "x")
+
+
+def test_an_interrupted_collective_is_named(monkeypatch):
+    class Never:
+        def Test(self):
+            return False
+
+    job = Job(2)
+    channel = job.engines[0].channels[GLOBAL_SET]
+    monkeypatch.setattr(channel.transport, "allreduce", lambda *_: iter([Never()]))
+    handles = [job.submit(rank, "w") for rank in range(2)]
+    job.run(lambda: channel.in_flight)
+    job.engines[0].fail("broken by the test")
+    with pytest.raises(HvdliteInternalError, match="broken by the test; 'w' was interrupted"):
+        handles[0].wait()
+
+
+def test_an_engine_that_fails_while_it_leaves_has_left(tmp_path):
+    job = Job(2)
+    job.engines[0].start_timeline(str(tmp_path / "a.json"), False)
+    for rank in range(2):
+        job.submit(rank, "w")
+    job.run(lambda: job.engines[0]._chores)
+    job.leave(0)
+    assert not job.engines[0]._closed()
+    job.engines[0].fail("broken by the test")
+    assert job.engines[0]._closed()
+
+
+def test_a_result_that_cannot_be_converted_is_an_error_for_all_who_wait(monkeypatch):
+    job = Job(2)
+    handles = [job.submit(rank, "w") for rank in range(2)]
+    job.run(lambda: all(handle.done() for handle in handles))
+    second = threading.Event()
+    lock = threading.RLock()
+
+    class Watched:
+        def __enter__(self):
+            if threading.current_thread() is thread:
+                second.set()
+            lock.acquire()
+
+        def __exit__(self, *_):
+            lock.release()
+
+    def broken(result):
+        thread.start()
+        assert second.wait(10)
+        raise ValueError("broken by the test")
+
+    def wait():
+        try:
+            outcomes.append(handles[0].wait())
+        except ValueError as error:
+            outcomes.append(str(error))
+
+    outcomes = []
+    thread = threading.Thread(target=wait)
+    monkeypatch.setattr("hvdlite.engine.submissions._converting", Watched())
+    handles[0].convert = broken
+    wait()
+    thread.join(10)
+    wait()
+    assert outcomes == ["broken by the test"] * 3
 
 
 @pytest.mark.parametrize("count", [1, 33, 100])

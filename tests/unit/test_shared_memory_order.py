@@ -224,7 +224,7 @@ def run(log, seed):
                         "reduce_scatter": lambda t, b, c, r, tag: t.reduce_scatter(
                             b, c, DType.FLOAT32, ReduceOp.SUM, None, tag
                         ),
-                        "allgather": lambda t, b, c, r, tag: t.allgather(b, c, DType.FLOAT32, tag),
+                        "allgather": lambda t, b, c, r, tag: t.allgather(b, c, tag),
                         "broadcast": lambda t, b, c, r, tag: t.broadcast(b, r, tag),
                     }[kind](transport, buffer, counts, root, tag),
                 )
