@@ -7,6 +7,7 @@ other: the first step of one needs buckets that another rank only submits when i
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import Any, Protocol
 
@@ -26,11 +27,13 @@ class Agreeing(Protocol):
 
 
 _agreeing: weakref.WeakSet[Any] = weakref.WeakSet()
+_lock = threading.Lock()  # a set must not change while another thread goes through it
 
 
 def announce(who: Agreeing) -> None:
     """Have everybody who waits call `who.advance()` until it returns False."""
-    _agreeing.add(who)
+    with _lock:
+        _agreeing.add(who)
 
 
 def wait(handle: Any, besides: Agreeing | None = None) -> Any:
@@ -48,6 +51,11 @@ def wait(handle: Any, besides: Agreeing | None = None) -> Any:
 
 
 def _advance(besides: Agreeing | None) -> None:
-    for other in list(_agreeing):
-        if other is not besides and not other.advance():
-            _agreeing.discard(other)
+    if not _agreeing:
+        return
+    with _lock:
+        others = [other for other in _agreeing if other is not besides]
+    for other in others:
+        if not other.advance():
+            with _lock:
+                _agreeing.discard(other)
