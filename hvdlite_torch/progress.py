@@ -7,6 +7,7 @@ other: the first step of one needs buckets that another rank only submits when i
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import Any, Protocol
 
@@ -26,11 +27,13 @@ class Agreeing(Protocol):
 
 
 _agreeing: weakref.WeakSet[Any] = weakref.WeakSet()
+_lock = threading.Lock()  # a set must not change while another thread goes through it
 
 
 def announce(who: Agreeing) -> None:
     """Have everybody who waits call `who.advance()` until it returns False."""
-    _agreeing.add(who)
+    with _lock:
+        _agreeing.add(who)
 
 
 def wait(handle: Any) -> Any:
@@ -48,6 +51,11 @@ def wait(handle: Any) -> Any:
 
 
 def _advance() -> None:
-    for other in list(_agreeing):
+    if not _agreeing:
+        return
+    with _lock:
+        others = list(_agreeing)
+    for other in others:
         if not other.advance():
-            _agreeing.discard(other)
+            with _lock:
+                _agreeing.discard(other)

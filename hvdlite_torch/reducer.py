@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import threading
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
@@ -82,6 +83,9 @@ class Reducer:
         self._settled: _Settled | None = None
         self._skipping = False
         self._lost = 0
+        # Threads that wait for other optimizers advance this one. Not reentrant: nor may this
+        # thread advance it again, in the midst of waiting for the agreement.
+        self._lock = threading.Lock()
         self._engine: weakref.ref[Any] | None = None
         self.active = False
         self._meet_engine()
@@ -146,6 +150,10 @@ class Reducer:
     @eager
     def _accumulated(self, slot: Slot) -> None:
         number = self._passes.current(self._pass_ended)
+        with self._lock:
+            self._account(slot, number)
+
+    def _account(self, slot: Slot, number: int) -> None:
         bucket = slot.bucket
         under_way = bucket is not None and bucket.handle is not None
         if number == slot.pass_number and slot.passes:
@@ -193,8 +201,9 @@ class Reducer:
 
     def _pass_ended(self) -> None:
         """Begin to agree on buckets as early as this rank knows what it has."""
-        if self._completed and self.active and not self._buckets.is_agreeing:
-            self._propose()
+        with self._lock:
+            if self._completed and self.active and not self._buckets.is_agreeing:
+                self._propose()
         self.advance()
 
     def _propose(self) -> None:
@@ -205,7 +214,11 @@ class Reducer:
 
     def advance(self) -> bool:
         """Submit buckets that have been agreed upon, and return whether others have not."""
-        self._submit_complete(self._buckets.agree_if_ready())
+        if self._lock.acquire(blocking=False):
+            try:
+                self._submit_complete(self._buckets.agree_if_ready())
+            finally:
+                self._lock.release()
         return self._buckets.is_agreeing
 
     def _submit_complete(self, buckets: Sequence[Bucket]) -> None:
@@ -233,10 +246,12 @@ class Reducer:
                 "backward(), or call synchronize() first."
             )
         if self._completed:
-            self._discard()
+            with self._lock:
+                self._discard()
         optimizer = self.optimizer
         type(optimizer).zero_grad(optimizer, *args, **kwargs)
-        self._begin_anew()
+        with self._lock:
+            self._begin_anew()
         self._settled = None
 
     def _discard(self) -> None:
@@ -290,7 +305,8 @@ class Reducer:
     def settle(self) -> None:
         """Do what `synchronize()` does, on behalf of a step."""
         if self._settled is None:
-            self._reduce()
+            with self._lock:
+                self._reduce()
             self._settled = _Settled.BY_STEP
 
     @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 
 import pytest
@@ -279,6 +280,37 @@ def test_two_optimizers_with_a_common_backward(hvd, world, comm):
         critic.zero_grad()
         for one, other in zip(mine, alone, strict=True):
             assert_close(parameters_of(one), parameters_of(other), f"step {step}", 1e-11)
+
+
+def test_threads_that_train_a_model_each(hvd, world, comm):
+    loss = branch_loss(lambda step, rank: "both")
+    for attempt in range(3):
+        models = [Branches() for _ in range(3)]
+        optimizers = [
+            hvd.DistributedOptimizer(make_sgd(model), model.named_parameters()) for model in models
+        ]
+        problems = []
+
+        def work(number, models=models, optimizers=optimizers, problems=problems):
+            try:
+                for step in range(3):
+                    optimizers[number].zero_grad()
+                    loss(models[number], number + step, world.rank).backward()
+                    optimizers[number].step()
+            except BaseException as error:
+                problems.append(error)
+
+        threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        assert not problems
+        assert not any(thread.is_alive() for thread in threads), "a thread waits for ever"
+        for number, model in enumerate(models):
+            alone = Branches()
+            simulate(alone, make_sgd(alone), loss, range(number, number + 3), world.size)
+            assert_close(parameters_of(model), parameters_of(alone), f"attempt {attempt}", 1e-11)
 
 
 def test_an_optimizer_that_replaces_another(hvd, world, comm):
