@@ -8,7 +8,9 @@ flags tell the ranks apart that discarded a step.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +23,7 @@ from hvdlite.transport.types import ReduceOp
 
 from .compression import Compressor, NoneCompressor
 from .compressors import Exchange, GradientCompressor, Part
-from .progress import wait
+from .progress import announce, wait
 from .tensors import array_of, dtype_of, tensor_of
 
 __all__ = ["Bucket", "DiscardedStepError", "Place", "Reduction", "Slot", "distribute"]
@@ -174,6 +176,9 @@ class Bucket:
         self._dtypes = [dtype_of(self._flat)]
         self._compressed: tuple[torch.Tensor, object] | None = None
         self._exchange: Any = None  # a generator, while its compressor works
+        self._needs: Handle | None = None  # what it waits for
+        self._problem: Exception | None = None  # what it ended with
+        self._advancing = threading.Lock()
         for i, slot in enumerate(slots):
             slot.bucket = self
             self._make_view(i)
@@ -243,7 +248,7 @@ class Bucket:
                 torch._foreach_zero_(absent)
             tail = _AFTER_DISCARD if after_discard else _KEPT
             self._flags.copy_(torch.tensor([*map(float, dense), *map(float, sparse), *tail]))
-        self.handle = self._begin()
+        self._begin()
 
     def discard(self) -> None:
         """Begin a reduction of nothing: the other ranks may be waiting for this bucket."""
@@ -253,21 +258,20 @@ class Bucket:
                 slot.parameter.grad = None
         self._flat.zero_()
         self._flags.copy_(torch.tensor([0.0] * 2 * len(self.slots) + _DISCARDED))
-        self.handle = self._begin()
+        self._begin()
 
-    def _begin(self) -> Handle:
+    def _begin(self) -> None:
         arrays, dtypes = self._arrays, self._dtypes
         compression = self.reduction.compression
         if isinstance(compression, GradientCompressor):
             arrays, dtypes = [array_of(self._flags)], [dtype_of(self._flags)]
-            self._exchange = self._compressed_exchange(compression)
-            self.advance()
+            self._exchange, self._needs = self._compressed_exchange(compression), None
         elif compression is not NoneCompressor:
             compressed, context = compression.compress(self._gradients)
             self._compressed = (compressed, context)
             arrays = [array_of(compressed), array_of(self._flags)]
             dtypes = [dtype_of(compressed), dtype_of(self._flags)]
-        return submit_allreduce(
+        self.handle = submit_allreduce(
             arrays,
             arrays,
             dtypes=dtypes,
@@ -278,6 +282,9 @@ class Bucket:
             process_set=self.reduction.process_set,
             resident=compression is NoneCompressor,
         )
+        if self._exchange is not None:
+            self.advance()
+            announce(self)
 
     def _compressed_exchange(self, compressor: GradientCompressor) -> Iterator[Handle]:
         reduction = self.reduction
@@ -291,6 +298,7 @@ class Bucket:
         exchange = Exchange(name, reduction.op, reduction.process_set)
         states = yield from compressor.exchange(parts, exchange)
         assert self.handle is not None
+        yield self.handle
         self.handle.wait()
         for part, state, used in zip(
             parts, states, self._flags[: len(self.slots)].tolist(), strict=True
@@ -299,17 +307,40 @@ class Bucket:
             if used:
                 compressor.keep(part, state)
 
-    def advance(self) -> None:
-        """Go on with an exchange of several rounds, so that others can overlap with it."""
-        if self._exchange is not None:
-            next(self._exchange, None)
+    def advance(self) -> bool:
+        """Go on with an exchange of several rounds as far as nothing has to be waited for.
+
+        Whoever waits for something else calls this too, in any thread: another rank may have
+        to see the next round before it can go on.
+
+        Returns:
+            Whether something is left.
+        """
+        if not self._advancing.acquire(blocking=False):
+            return True
+        try:
+            while self._exchange is not None:
+                if self._needs is not None and not self._needs.done():
+                    return True
+                self._needs = next(self._exchange, None)
+                if self._needs is None:
+                    self._exchange = None
+        except Exception as error:  # of this bucket, and no business of who waits for others
+            self._exchange, self._problem = None, error
+        finally:
+            self._advancing.release()
+        return False
 
     def end_exchange(self) -> None:
         """Carry an exchange of several rounds through to its end."""
-        if self._exchange is not None:
-            for _ in self._exchange:
-                pass
-            self._exchange = None
+        while self.advance():
+            needed = self._needs
+            if needed is not None:
+                with suppress(Exception):  # which the exchange raises itself
+                    wait(needed)
+        problem, self._problem = self._problem, None
+        if problem is not None:
+            raise problem
 
     def finish(self) -> list[tuple[Slot, bool]]:
         """Wait for the reduction and put the results where optimizers look for them.

@@ -249,6 +249,24 @@ def test_sparse_gradients_go_uncompressed(hvd, world, comm):
     assert_close(embedding.weight.detach(), wanted, "", 1e-6)
 
 
+@pytest.mark.parametrize("kind", sorted(COMPRESSORS))
+def test_optimizers_step_in_another_order_on_each_rank(hvd, world, comm, kind):
+    models = [Model(), Model()]
+    optimizers = [
+        hvd.DistributedOptimizer(make_sgd(model), model.named_parameters(), COMPRESSORS[kind]())
+        for model in models
+    ]
+    for step in range(3):
+        for model in models:
+            for name, parameter in model.named_parameters():
+                parameter.grad = None
+                gradient = _gradient(step, world.rank, name, torch.float32)
+                (parameter * gradient).sum().backward()
+        for optimizer in optimizers[:: 1 if world.rank % 2 else -1]:
+            optimizer.step()
+    assert_same_on_all_ranks(comm, [*parameters_of(models[0]), *parameters_of(models[1])])
+
+
 def test_wrong_uses(hvd, world):
     parameters = [nn.Parameter(torch.ones(2))]
     for compression in (C.int8(), C.topk(), C.powersgd()):
