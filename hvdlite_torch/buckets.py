@@ -21,6 +21,7 @@ from hvdlite import Handle, MismatchError, ProcessSet
 from hvdlite.engine.submit import allocate_buffer, submit_allreduce
 from hvdlite.transport.types import ReduceOp
 
+from .arguments import whereabouts
 from .compression import Compressor, NoneCompressor
 from .compressors import Exchange, GradientCompressor, Part
 from .progress import announce, wait
@@ -212,6 +213,14 @@ class Bucket:
         """Make the parameter's gradient a view of the bucket."""
         gradient = slot.parameter.grad
         assert gradient is not None
+        if gradient.shape != slot.view.shape or gradient.dtype != slot.view.dtype:
+            raise RuntimeError(
+                f"{whereabouts()}: the gradient of {slot.name!r} is {gradient.dtype} of shape "
+                f"{tuple(gradient.shape)}, but was {slot.view.dtype} of shape "
+                f"{tuple(slot.view.shape)} when the optimizer was distributed: after a change of "
+                "a parameter's type or shape, such as model.double(), make a new optimizer and "
+                "pass it to DistributedOptimizer, on all ranks."
+            )
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
         elif self._direct and gradient.data_ptr() == slot.address:

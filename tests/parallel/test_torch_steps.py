@@ -239,6 +239,31 @@ def test_skipping_what_has_not_been_done(hvd, world, comm):
         optimizer.zero_grad()
 
 
+@pytest.mark.parametrize("what", ["type", "shape"])
+def test_a_parameter_that_changes_is_refused(hvd, world, comm, what):
+    if world.size == 1:
+        pytest.skip("one rank reduces nothing")
+    model = nn.Embedding(4, 2, dtype=F64)
+    optimizer = hvd.DistributedOptimizer(make_sgd(model), model.named_parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.tensor([world.rank])).sum().backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    if what == "type":
+        model.float()
+    else:
+        model.weight.data = torch.ones(6, 2, dtype=F64)
+    with pytest.raises(RuntimeError, match=r"'weight' is .* but was .* make a new optimizer"):
+        model(torch.tensor([world.rank])).sum().backward()
+    # What the advice leads to.
+    optimizer = hvd.DistributedOptimizer(make_sgd(model), model.named_parameters())
+    model.zero_grad()
+    model(torch.tensor([world.rank])).sum().backward()
+    optimizer.step()
+    assert model.weight.grad[0, 0].item() == pytest.approx(1 / world.size)
+
+
 # -- several optimizers ---------------------------------------------------------------------
 
 
