@@ -38,6 +38,8 @@ def launch(cluster: Cluster) -> Callable[..., JobResult]:
     ) -> JobResult:
         environment: dict[str, Any] = {
             **cluster.environment(),
+            # Of scripts/common.sh: with it, the first host would get all ranks.
+            "PRTE_MCA_rmaps_default_mapping_policy": None,
             # A folder of this machine's /dev/shm, which the hosts do not have.
             "OMPI_MCA_btl_sm_backing_directory": None,
             **(env or {}),
