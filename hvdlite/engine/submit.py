@@ -85,17 +85,7 @@ def submit_allreduce(
         key = tuple(dtypes), _shapes(inputs), op, prescale, postscale, resident
     request = _requests.get(key)
     if request is None:
-        dtypes = _dtypes(inputs, dtypes)
-        _check_reduction(dtypes, op)
-        request = Request(
-            Kind.ALLREDUCE,
-            tuple(dtypes),
-            _shapes(inputs),
-            op,
-            prescale=factor_of(prescale, "prescale_factor"),
-            postscale=factor_of(postscale, "postscale_factor"),
-            resident=resident,
-        )
+        request = _reduction(Kind.ALLREDUCE, inputs, dtypes, op, prescale, postscale, resident)
         if len(_requests) >= _REQUESTS:  # shapes that never come back must not pile up
             _requests.clear()
         _requests[key] = request
@@ -229,16 +219,7 @@ def submit_reducescatter(
     if op is ReduceOp.ADASUM:
         raise ValueError("reducescatter: Adasum combines whole tensors; use allreduce.")
     _refuse_scalars(Kind.REDUCESCATTER, inputs)
-    dtypes = _dtypes(inputs, dtypes)
-    _check_reduction(dtypes, op)
-    request = Request(
-        Kind.REDUCESCATTER,
-        tuple(dtypes),
-        _shapes(inputs),
-        op,
-        prescale=factor_of(prescale, "prescale_factor"),
-        postscale=factor_of(postscale, "postscale_factor"),
-    )
+    request = _reduction(Kind.REDUCESCATTER, inputs, dtypes, op, prescale, postscale)
     return _submit(process_set, request, name, inputs, [None] * len(inputs))
 
 
@@ -350,6 +331,29 @@ def _refuse_scalars(kind: Kind, arrays: Sequence[Array]) -> None:
                 f"{kind}: a tensor without dimensions has no first dimension to work along; "
                 "reshape it to (1,)."
             )
+
+
+def _reduction(
+    kind: Kind,
+    inputs: Sequence[Array],
+    dtypes: Sequence[DType] | None,
+    op: ReduceOp,
+    prescale: float,
+    postscale: float,
+    resident: bool = False,
+) -> Request:
+    """Return the request for a reduction, once its arguments have been checked."""
+    dtypes = _dtypes(inputs, dtypes)
+    _check_reduction(dtypes, op)
+    return Request(
+        kind,
+        tuple(dtypes),
+        _shapes(inputs),
+        op,
+        prescale=factor_of(prescale, "prescale_factor"),
+        postscale=factor_of(postscale, "postscale_factor"),
+        resident=resident,
+    )
 
 
 def _check_reduction(dtypes: Sequence[DType], op: ReduceOp) -> None:
