@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from ..exceptions import HvdliteInternalError, MismatchError
 from ..log import logger
 from ..transport.adasum import Adasum
-from ..transport.base import Communicator, Pending, Transport
+from ..transport.base import Communicator, Transport
+from ..transport.task import Task
 from .coordinator import show_ranks
 from .execution import Executor
 from .fusion import Batch, FusionBuffers, plan
@@ -25,7 +26,7 @@ from .submissions import Entry
 if TYPE_CHECKING:
     from ..timeline.recorder import Recorder
 
-__all__ = ["CLOSED", "IN_FLIGHT", "REMOVED", "Channel", "Task"]
+__all__ = ["CLOSED", "IN_FLIGHT", "REMOVED", "Channel"]
 
 REMOVED = "the process set was removed"
 """The reason to leave a process set that is not the end of the job."""
@@ -46,42 +47,6 @@ _LONGEST_PAUSE = 5e-3
 
 _unfinished: list[object] = []
 """Operations that were given up, kept for the memory that belongs to them."""
-
-
-class Task:
-    """A generator that waits for communications, and the one it waits for."""
-
-    __slots__ = ("_generator", "_pending", "finished", "result")
-
-    def __init__(self, generator: Generator[Pending, None, Any]) -> None:
-        self._generator = generator
-        self._pending: Pending | None = None
-        self.finished = False
-        self.result: Any = None
-
-    def advance(self, tests: int = 1) -> bool:
-        """Resume as often as what it waits for has completed; return whether it was.
-
-        Args:
-            tests: how often to test what it waits for before giving up.
-        """
-        moved = False
-        while self._pending is None or _completes(self._pending, tests):
-            moved = True
-            try:
-                self._pending = next(self._generator)
-            except StopIteration as end:
-                self.finished, self.result = True, end.value
-                break
-        return moved
-
-
-def _completes(pending: Pending, tests: int) -> bool:
-    # No generator: this is where a waiting caller spends its time.
-    for _ in range(tests):  # noqa: SIM110
-        if pending.Test():
-            return True
-    return False
 
 
 class Channel:

@@ -21,8 +21,9 @@ from ..timeline import Recorder, Timeline
 from ..timeline.session import START, STOP
 from ..transport.adasum import Adasum
 from ..transport.base import Communicator, Operation, Transport
+from ..transport.task import Task
 from ..transport.types import Array
-from .channel import CLOSED, REMOVED, Channel, Task
+from .channel import CLOSED, REMOVED, Channel
 from .driver import IDLE, Driver
 from .requests import Announcement, Kind, Request, Response, display
 from .stall import StallInspector, StallLimits, Waiting

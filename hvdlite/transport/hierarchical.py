@@ -16,8 +16,7 @@ another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -26,6 +25,7 @@ from .ring import RingTransport, even_counts
 from .shared_lanes import Lane
 from .shared_memory import SharedMemoryTransport
 from .shared_segment import SegmentUnavailableError, agree, completed
+from .task import Task
 from .types import Array, DType, ReduceOp
 
 __all__ = ["CHUNK_BYTES", "HierarchicalTransport"]
@@ -165,8 +165,8 @@ class HierarchicalTransport:
     ) -> Operation[None]:
         """Reduce in place; every rank ends with bit-identical contents."""
         if len(buffer):
-            tasks: list[_Task] = []
-            tasks.append(_Task(self._reduce(buffer, dtype, op, finish, tag, tasks)))
+            tasks: list[Task] = []
+            tasks.append(Task(self._reduce(buffer, dtype, op, finish, tag, tasks)))
             yield from _together(tasks)
 
     def _reduce(
@@ -176,7 +176,7 @@ class HierarchicalTransport:
         op: ReduceOp,
         finish: Finish | None,
         tag: int,
-        tasks: list[_Task],
+        tasks: list[Task],
     ) -> Operation[None]:
         """Do what this host has to do, and add the rings to `tasks` as their slices are ready.
 
@@ -193,7 +193,7 @@ class HierarchicalTransport:
             counts += [0] * (self._local_size - self._slices)
             if shared is not None and lane is not None:
                 yield from shared.reduce_in(lane, chunk, counts, dtype, op)
-            ring = _Task(
+            ring = Task(
                 self._between_hosts(chunk, counts, dtype, op, finish, tag + number % 2 * _SECOND)
             )
             tasks.append(ring)
@@ -275,31 +275,6 @@ class HierarchicalTransport:
         self._ring.close()
 
 
-class _Task:
-    """A part of an operation; as something to wait for, it completes when it is done."""
-
-    __slots__ = ("_generator", "finished", "pending")
-
-    def __init__(self, generator: Generator[Pending, None, Any]) -> None:
-        self._generator = generator
-        self.pending: Pending | None = None
-        self.finished = False
-
-    def advance(self) -> bool:
-        """Go as far as possible, and return whether that was anywhere."""
-        moved = False
-        while not self.finished and (self.pending is None or self.pending.Test()):
-            moved = True
-            try:
-                self.pending = next(self._generator)
-            except StopIteration:
-                self.finished = True
-        return moved
-
-    def Test(self) -> bool:
-        return self.finished
-
-
 class _Any:
     """Done as soon as one of several communications is."""
 
@@ -315,7 +290,7 @@ class _Any:
         return False
 
 
-def _together(tasks: list[_Task]) -> Operation[None]:
+def _together(tasks: list[Task]) -> Operation[None]:
     """Run all tasks; any of them may add more."""
     while tasks:
         moved = False
