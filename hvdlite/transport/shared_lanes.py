@@ -12,7 +12,7 @@ slots of its own, and a lane carries one operation at a time.
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -176,6 +176,10 @@ class Passage:
             self._slots = [slots.view(self.buffer.dtype) for slots in self._lane.slots]
         start = (self._first + step) % self._lane.slot_count * self._slot + piece * self._spacing
         return self._slots[rank][start : start + length]
+
+    def loader(self, piece: int, step: int) -> Callable[[int, int, Array], Array]:
+        """Return what finds the segment of a piece in the slot of a rank."""
+        return lambda rank, count, _: self.place(rank, piece, step, count)
 
     def copy_in(self, pieces: Iterable[int], step: int) -> None:
         """Copy segments into this rank's slot."""

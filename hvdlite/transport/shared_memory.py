@@ -2,11 +2,12 @@
 
 A buffer that lies in this memory (see `SharedMemoryTransport.allocate`) is reduced where it is:
 each rank combines its own piece of everybody's buffers, a cache-sized block at a time, and
-writes the result back to all of them. Any other buffer goes through slots in this memory, in
-chunks, so that a few slots do for any length: while one chunk is reduced, the next one is
-copied in and the last one out.
+writes the result back to all of them. The same is done to other buffers where the system lets
+processes read and write each other's memory, once that saves more than the calls cost.
+What remains goes through slots in this memory, in chunks, so that a few slots do for any
+length: while one chunk is reduced, the next one is copied in and the last one out.
 
-Two barriers are all that the first way takes, and one more for each chunk the second.
+Two barriers are all that the first ways take, and one more for each chunk the last.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ import numpy as np
 
 from . import kernels
 from .base import Communicator, Finish, Operation, Words
+from .peer_memory import Buffers, Load, PeerMemory, reach_peers
 from .ring import RingTransport, even_counts
 from .shared_lanes import ELSEWHERE, Lane, Passage, make_lanes
-from .shared_segment import SharedSegments, completed
+from .shared_segment import SharedSegments, address_of, completed
 from .shared_words import SharedWords
 from .types import Array, DType, ReduceOp
 
@@ -35,6 +37,13 @@ _SLOT_BYTES = 2 * 1024 * 1024
 """The most that one slot takes, however many ranks there are."""
 
 _BLOCK_BYTES = 512 * 1024
+_DIRECT_BLOCK_BYTES = 256 * 1024
+"""What is reduced at a time, of buffers in segments and of others: two or three blocks are to
+stay in the cache of a core."""
+
+DIRECT_BYTES = 256 * 1024
+"""From here on, ordinary buffers are reached by way of the kernel."""
+
 _CACHE_LINE = 64
 
 
@@ -60,6 +69,9 @@ class SharedMemoryTransport:
         self._segments = segments
         self._lanes = lanes
         self._segment_bytes = segment_bytes
+        self._peers: PeerMemory | None = None
+        self._direct_bytes = 0
+        self._scratch = np.empty((2, _CACHE_LINE), dtype=np.uint8)
         self._operations = 0
         self._messages = RingTransport(comm)
 
@@ -70,6 +82,7 @@ class SharedMemoryTransport:
         segment_bytes: int = SEGMENT_BYTES,
         *,
         capacity: int | None = None,
+        direct_bytes: int | None = DIRECT_BYTES,
         refused: Callable[[str], object] | None = None,
     ) -> SharedMemoryTransport | None:
         """Make the transport, or find out that these ranks cannot share memory.
@@ -82,12 +95,15 @@ class SharedMemoryTransport:
             segment_bytes: what a rank reduces of an ordinary buffer between two barriers.
             capacity: bytes that `allocate` can hand out on this rank. By default its share
                 of the machine's memory; nothing is used before it is needed.
+            direct_bytes: from how many bytes on ordinary buffers are reached by way of the
+                kernel, if it permits that; None for never.
             refused: called on every rank with the reason why there is no transport.
 
         Returns:
             The transport, or None.
         """
-        return completed(cls.creating(comm, segment_bytes, capacity=capacity), refused)
+        creation = cls.creating(comm, segment_bytes, capacity=capacity, direct_bytes=direct_bytes)
+        return completed(creation, refused)
 
     @classmethod
     def creating(
@@ -96,6 +112,7 @@ class SharedMemoryTransport:
         segment_bytes: int = SEGMENT_BYTES,
         *,
         capacity: int | None = None,
+        direct_bytes: int | None = DIRECT_BYTES,
     ) -> Operation[SharedMemoryTransport]:
         """Make the transport step by step; see `create`.
 
@@ -108,7 +125,21 @@ class SharedMemoryTransport:
         segment = min(segment_bytes, _SLOT_BYTES // size) // _CACHE_LINE * _CACHE_LINE
         segment = max(segment, _CACHE_LINE)
         segments, lanes, words = yield from make_lanes(comm, _LANES, segment * size, capacity)
-        return cls(comm, segments, lanes, segment, words)
+        made = cls(comm, segments, lanes, segment, words)
+        if direct_bytes is not None:
+            made.reach(direct_bytes, (yield from reach_peers(comm)))
+        return made
+
+    def reach(self, direct_bytes: int, peers: PeerMemory | None) -> None:
+        """Reach ordinary buffers by way of the kernel, as all ranks have to.
+
+        Args:
+            direct_bytes: those of at least so many bytes.
+            peers: None if it does not permit that.
+        """
+        self._direct_bytes = direct_bytes
+        self._peers = peers
+        self._scratch = np.empty((2, _DIRECT_BLOCK_BYTES), dtype=np.uint8)
 
     # -- memory -------------------------------------------------------------------------
 
@@ -221,6 +252,9 @@ class SharedMemoryTransport:
 
     # -- how ----------------------------------------------------------------------------
 
+    def _reaches(self, buffer: Array) -> bool:
+        return self._peers is not None and buffer.nbytes >= self._direct_bytes
+
     def _is_trivial(self, buffer: Array, finish: Finish | None = None) -> bool:
         """Return whether there is nothing to communicate, and then finish it."""
         if self._size > 1 and len(buffer):
@@ -231,7 +265,7 @@ class SharedMemoryTransport:
 
     def _begin(
         self, lane: Lane, passage: Passage, given: Sequence[int], read: Sequence[int]
-    ) -> Operation[list[int] | None]:
+    ) -> Operation[Buffers | None]:
         """Show the others where the buffer is, or what is in it.
 
         Args:
@@ -239,24 +273,27 @@ class SharedMemoryTransport:
             read: the ranks whose buffers others read.
 
         Returns:
-            Where in their segments the buffers are, if those of all `read` are in segments.
+            The buffers, if those of all `read` can be reached.
             Otherwise None, and the first two steps are in the slots; the first one is known
             to be so on every rank.
         """
-        offset = self._segments.offset_of(passage.buffer)
-        if offset == ELSEWHERE:
+        buffer = passage.buffer
+        place = self._segments.offset_of(buffer)
+        if place == ELSEWHERE and self._reaches(buffer):
+            place = -address_of(buffer)
+        if place == ELSEWHERE:
             passage.copy_in(given, 0)
-        lane.show(offset)
+        lane.show(place)
         meeting = lane.meet()
-        if offset == ELSEWHERE:
+        if place == ELSEWHERE:
             passage.copy_in(given, 1)
         yield meeting
-        offsets = lane.shown()
-        elsewhere = sum(offsets[rank] == ELSEWHERE for rank in read)
+        shown = lane.shown()
+        elsewhere = sum(shown[rank] == ELSEWHERE for rank in read)
         if not elsewhere:
-            return offsets
+            return Buffers(self._segments, self._peers, shown, buffer)
         if elsewhere < len(read):
-            if offset != ELSEWHERE:
+            if place != ELSEWHERE:
                 passage.copy_in(given, 0)
                 passage.copy_in(given, 1)
             yield lane.meet()
@@ -279,20 +316,19 @@ class SharedMemoryTransport:
         """
         rank, others = self._rank, self._others
         passage = Passage(lane, buffer, counts, self._segment_bytes, True)
-        offsets = yield from self._begin(lane, passage, others, range(self._size))
-        if offsets is not None:
+        buffers = yield from self._begin(lane, passage, others, range(self._size))
+        if buffers is not None:
             span = passage.starts[rank], passage.stops[rank]
-            self._reduce_in_place(buffer, offsets, span, combine, finish, share)
+            self._reduce_in_place(buffer, buffers, span, combine, finish, share)
             yield lane.meet()
             return
         results = [(int(piece == 0), piece) for piece in others]
         for step in range(passage.steps):
             own = passage.segment(rank, step)
             if len(own):
-                theirs = [passage.place(other, rank, step, len(own)) for other in others]
-                self._combine(own, theirs, combine, finish, share)
+                self._combine(own, passage.loader(rank, step), combine, finish)
                 if share:
-                    own[...] = theirs[0]
+                    passage.place(others[0], rank, step, len(own))[...] = own
             if not share and step + 1 == passage.steps:
                 break
             meeting = lane.meet()
@@ -306,53 +342,47 @@ class SharedMemoryTransport:
     def _reduce_in_place(
         self,
         buffer: Array,
-        offsets: Sequence[int],
+        buffers: Buffers,
         span: tuple[int, int],
         combine: kernels.Combine,
         finish: Finish | None,
         share: bool,
     ) -> None:
-        """Reduce a span of everybody's buffers, which are in their segments."""
-        buffers = [
-            self._segments.view(rank, offsets[rank], buffer.nbytes).view(buffer.dtype)
-            for rank in self._others
-        ]
-        block = _BLOCK_BYTES // buffer.itemsize
-        for start in range(*span, block):
-            stop = min(start + block, span[1])
-            own = buffer[start:stop]
-            theirs = [other[start:stop] for other in buffers]
-            self._combine(own, theirs, combine, finish, share)
+        """Reduce a span of everybody's buffers, where they are."""
+        scratch = self._scratch.view(buffer.dtype)
+        length = len(scratch[0]) if buffers.are_far else _BLOCK_BYTES // buffer.itemsize
+        for start in range(*span, length):
+            own = buffer[start : min(start + length, span[1])]
+            self._combine(own, buffers.loader(start), combine, finish)
             if share:
-                for part in (own, *theirs[1:]):
-                    part[...] = theirs[0]
+                for other in self._others:
+                    buffers.store(other, start, own)
 
     def _combine(
         self,
         own: Array,
-        theirs: Sequence[Array],
+        load: Load,
         combine: kernels.Combine,
         finish: Finish | None,
-        share: bool,
     ) -> None:
-        """Combine in the order of the ranks, into `theirs[0]` if `share`, else into `own`.
+        """Combine everybody's block in the order of the ranks, into this rank's `own`.
 
-        What this rank gets to read of others, it may overwrite.
+        Args:
+            load: gets a rank, how many elements, and memory that it may use for them; returns
+                the rank's block, which may be overwritten.
         """
-        into, rest = theirs[0], theirs[1:]
+        others, before = self._others, max(1, self._rank)
+        first, second = self._scratch.view(own.dtype)
         # The first two may change places: what they combine to is the same.
-        before = max(0, self._rank - 1)
-        for other in rest[:before]:
-            combine(into, other)
-        if share:
-            combine(into, own)
-        else:
-            combine(own, into)
-            into = own
-        for other in rest[before:]:
-            combine(into, other)
+        count = len(own)
+        into = load(others[0], count, first)
+        for other in others[1:before]:
+            combine(into, load(other, count, second))
+        combine(own, into)
+        for other in others[before:]:
+            combine(own, load(other, count, second))
         if finish is not None:
-            finish(into)
+            finish(own)
 
     def _gather_alone(self, buffer: Array, counts: Sequence[int]) -> Operation[None]:
         if not self._is_trivial(buffer):
@@ -366,13 +396,12 @@ class SharedMemoryTransport:
         slot_bytes = self._segment_bytes * self._size
         passage = Passage(lane, buffer, counts, slot_bytes, False)
         sources = [source for source in range(self._size) if counts[source]]
-        offsets = yield from self._begin(lane, passage, [rank], sources)
-        if offsets is not None:
+        buffers = yield from self._begin(lane, passage, [rank], sources)
+        if buffers is not None:
             for source in sources:
                 if source != rank:
-                    span = slice(passage.starts[source], passage.stops[source])
-                    theirs = self._segments.view(source, offsets[source], buffer.nbytes)
-                    buffer[span] = theirs.view(buffer.dtype)[span]
+                    start, stop = passage.starts[source], passage.stops[source]
+                    buffers.fetch(source, start, buffer[start:stop])
             yield lane.meet()
             return
         for step in range(passage.steps):

@@ -29,6 +29,7 @@ __all__ = [
     "PROOF_BYTES",
     "SegmentUnavailableError",
     "SharedSegments",
+    "address_of",
     "agree",
     "completed",
     "map_segments",
@@ -64,7 +65,7 @@ class SharedSegments:
         self._own = memory[rank]
         self._segments: list[Array] = [np.frombuffer(each, dtype=np.uint8) for each in memory]
         self._size = len(self._own)
-        self._address = _address(self._segments[rank])
+        self._address = address_of(self._segments[rank])
         self._free = [(HEADER + _pages(reserved), self._size)]
         self._returned: deque[tuple[int, int]] = deque()
         self._lock = threading.Lock()
@@ -105,7 +106,7 @@ class SharedSegments:
 
     def offset_of(self, array: Array) -> int:
         """Return where a flat array lies in this rank's segment, -1 if it lies elsewhere."""
-        offset = _address(array) - self._address
+        offset = address_of(array) - self._address
         return offset if 0 <= offset <= self._size - array.nbytes else -1
 
     def view(self, rank: int, offset: int, nbytes: int) -> Array:
@@ -260,7 +261,8 @@ def _map(descriptor: int, size: int) -> mmap.mmap:
     return memory
 
 
-def _address(array: Array) -> int:
+def address_of(array: Array) -> int:
+    """Return where an array's first element is."""
     writable: Any = array
     try:
         # A quarter of the time that NumPy takes.

@@ -18,7 +18,8 @@ pytestmark = pytest.mark.skipif(
     not hasattr(os, "memfd_create"), reason="this system has no anonymous files"
 )
 
-WHERE = ("ordinary", "shared", "mixed")
+WHERE = ("ordinary", "shared", "mixed", "far", "far and shared")
+"""Far memory is reached by way of the kernel; ordinary memory goes through slots."""
 
 
 @pytest.fixture(params=[True, False], ids=["counting", "barriers"], autouse=True)
@@ -48,11 +49,20 @@ class Watched:
             lane.meet = counted(lane.meet)
 
 
-def make(size, scheduler=None, segment_bytes=64, capacity=2**20):
+def is_far(where):
+    return where.startswith("far")
+
+
+def make(size, scheduler=None, segment_bytes=64, capacity=2**20, far=False):
     world = FakeWorld(size, scheduler)
     comms = [Watched(comm) for comm in world.communicators]
     creations = [
-        [SharedMemoryTransport.creating(comm, segment_bytes, capacity=capacity)] for comm in comms
+        [
+            SharedMemoryTransport.creating(
+                comm, segment_bytes, capacity=capacity, direct_bytes=1 if far else None
+            )
+        ]
+        for comm in comms
     ]
     transports = [made for (made,) in drive(world, creations)]
     for comm, transport in zip(comms, transports, strict=True):
@@ -65,7 +75,7 @@ def placed(transports, values, where):
     buffers = []
     for rank, (transport, value) in enumerate(zip(transports, values, strict=True)):
         buffer = np.empty_like(value)
-        if where == "shared" or (where == "mixed" and rank % 2):
+        if where == "shared" or (where in ("mixed", "far and shared") and rank % 2):
             # So that no two ranks have theirs at the same place.
             allocated = transport.allocate(64 * (rank + 1) + value.nbytes)
             buffer = allocated[64 * (rank + 1) :].view(value.dtype)
@@ -92,7 +102,7 @@ def in_order(values):
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("size", range(1, 7))
 def test_an_allreduce_sums_in_the_order_of_the_ranks(size, where):
-    world, _, transports = make(size)
+    world, _, transports = make(size, far=is_far(where))
     for length in (0, 1, 2, 15, 16, 17, 96, 97, 1000):
         values = floats(size, length)
         buffers = placed(transports, values, where)
@@ -109,10 +119,40 @@ def test_an_allreduce_sums_in_the_order_of_the_ranks(size, where):
 
 
 @pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("dtype", [DType.UINT8, DType.FLOAT32, DType.COMPLEX128])
+def test_buffers_of_several_blocks(dtype, where):
+    # A block is half a MiB of memory in segments, and a quarter of any other.
+    size, length = 3, 3 * (2**19 + 70_001)
+    world, _, transports = make(size, segment_bytes=2**16, capacity=2**26, far=is_far(where))
+    for by in ("allreduce", "allgather"):
+        values = [(np.arange(length) * (rank + 3) % 83).astype(dtype.storage) for rank in range(3)]
+        third = length // 3
+        expected = values[0] + values[1] + values[2]
+        if by == "allgather":
+            expected = np.concatenate(
+                [value[rank * third : (rank + 1) * third] for rank, value in enumerate(values)]
+            )
+        buffers = placed(transports, values, where)
+        drive(
+            world,
+            [
+                [
+                    transport.allreduce(buffer, dtype, ReduceOp.SUM, None, 0)
+                    if by == "allreduce"
+                    else transport.allgather(buffer, [third] * 3, 0)
+                ]
+                for transport, buffer in zip(transports, buffers, strict=True)
+            ],
+        )
+        for buffer in buffers:
+            np.testing.assert_array_equal(buffer, expected)
+
+
+@pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("dtype", list(DType))
 def test_every_element_type_and_operation(dtype, where):
     size, length = 3, 101
-    world, _, transports = make(size)
+    world, _, transports = make(size, far=is_far(where))
     for op in (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX):
         if dtype.is_complex and op in (ReduceOp.MIN, ReduceOp.MAX):
             continue
@@ -150,7 +190,7 @@ def test_every_element_type_and_operation(dtype, where):
 def test_finish_sees_each_owned_element_once_and_reduced(where, share):
     size, counts = 3, [34, 33, 33]
     seen = [[] for _ in range(size)]
-    world, _, transports = make(size)
+    world, _, transports = make(size, far=is_far(where))
     buffers = placed(transports, [np.arange(100, dtype=np.float32)] * size, where)
 
     def start(rank):
@@ -171,9 +211,10 @@ def test_finish_sees_each_owned_element_once_and_reduced(where, share):
         np.testing.assert_array_equal(buffer[part], 6 * np.arange(100)[part])
 
 
-def test_all_ranks_agree_about_nan_and_signed_zero():
+@pytest.mark.parametrize("far", [True, False])
+def test_all_ranks_agree_about_nan_and_signed_zero(far):
     size = 2
-    world, _, transports = make(size)
+    world, _, transports = make(size, far=far)
     patterns = [0x7FC00001, 0x00000000], [0x7FC00002, 0x80000000]
     for where in WHERE:
         for op in (ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX):
@@ -245,7 +286,7 @@ def one_after_the_other(operations):
 def test_any_operations_under_any_timing(seed, together):
     order = random.Random(seed)
     size = order.randrange(2, 6)
-    world, _, transports = make(size, random_scheduler(seed))
+    world, _, transports = make(size, random_scheduler(seed), far=seed % 2 == 1)
     operations, check = random_operations(size, transports, order)
     if not together:
         operations = [[one_after_the_other(of_rank)] for of_rank in operations]
@@ -272,8 +313,9 @@ def test_alltoall(size):
         np.testing.assert_array_equal(recv[rank], expected)
 
 
-def test_a_read_only_buffer_can_be_broadcast():
-    world, _, transports = make(2)
+@pytest.mark.parametrize("far", [True, False])
+def test_a_read_only_buffer_can_be_broadcast(far):
+    world, _, transports = make(2, far=far)
     for root_memory in (np.ones(100, np.uint8), transports[0].allocate(100)):
         root_memory[:] = 7
         root_memory.flags.writeable = False
@@ -292,7 +334,7 @@ def test_a_read_only_buffer_can_be_broadcast():
 
 
 def barriers_of(where, length, size=2, segment_bytes=64):
-    world, comms, transports = make(size, segment_bytes=segment_bytes)
+    world, comms, transports = make(size, segment_bytes=segment_bytes, far=is_far(where))
     buffers = placed(transports, floats(size, length), where)
     drive(
         world,
@@ -314,18 +356,21 @@ def barriers_of(where, length, size=2, segment_bytes=64):
         ("ordinary", 33, 3),
         ("ordinary", 320, 11),
         ("mixed", 32, 3),
+        ("far", 5000, 2),
+        ("far and shared", 5000, 2),
     ],
 )
 def test_ranks_meet_as_rarely_as_can_be(where, length, barriers):
     assert barriers_of(where, length) == barriers
 
 
-def test_shared_buffers_bypass_the_slots():
-    world, _, transports = make(2)
+@pytest.mark.parametrize("where", ["shared", "far", "far and shared"])
+def test_what_can_be_reached_bypasses_the_slots(where):
+    world, _, transports = make(2, far=is_far(where))
     slots = [lane.slots[rank] for rank in range(2) for lane in transports[rank]._lanes]
     for slot in slots:
         slot[:] = 0xEE
-    buffers = placed(transports, floats(2, 1000), "shared")
+    buffers = placed(transports, floats(2, 1000), where)
     counts = [500, 500]
     for start in (
         lambda t, b: t.allreduce(b, DType.FLOAT32, ReduceOp.SUM, None, 0),

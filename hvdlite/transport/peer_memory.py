@@ -1,0 +1,196 @@
+"""The memory of the other processes of this host, read and written by way of the kernel.
+
+Linux copies between the address spaces of two processes in one pass (`process_vm_readv` and
+`process_vm_writev`), which serves arrays that no shared segment holds. Not every system permits
+it: containers and hardened kernels may refuse, and so the ranks try it on each other first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .base import Communicator, Operation
+from .shared_segment import SegmentUnavailableError, SharedSegments, address_of, agree
+from .types import Array
+
+__all__ = ["Buffers", "Load", "PeerMemory", "reach_peers"]
+
+Load = Callable[[int, int, Array], Array]
+"""Returns so many elements of a rank; the array is memory that it may use for them."""
+
+_PROOF = 16
+_SET_PTRACER = 0x59616D61
+_ANYONE = ctypes.c_ulong(-1)
+
+
+class _Vector(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+class PeerMemory:
+    """Copies between this process and those of other ranks. For one thread at a time.
+
+    Args:
+        pids: the processes, by rank.
+
+    Raises:
+        OSError: the system has no such calls.
+    """
+
+    def __init__(self, pids: Sequence[int]) -> None:
+        library = ctypes.CDLL(None, use_errno=True)
+        self._pids = list(pids)
+        self._here, self._there = _Vector(), _Vector()
+        vector = ctypes.POINTER(_Vector)
+        kinds: list[Any] = [
+            ctypes.c_int,
+            vector,
+            ctypes.c_ulong,
+            vector,
+            ctypes.c_ulong,
+            ctypes.c_ulong,
+        ]
+        try:
+            self._read: Any = library.process_vm_readv
+            self._write: Any = library.process_vm_writev
+        except AttributeError:
+            raise OSError("the C library cannot copy between processes") from None
+        for function in (self._read, self._write):
+            function.restype, function.argtypes = ctypes.c_ssize_t, kinds
+
+    def read(self, rank: int, address: int, into: Array) -> None:
+        """Fill an array with what is in another rank's memory.
+
+        Raises:
+            OSError: that rank's process is gone, or has nothing there.
+        """
+        self._copy(self._read, rank, address, into)
+
+    def write(self, rank: int, address: int, source: Array) -> None:
+        """Write an array's contents into another rank's memory. Raises as `read` does."""
+        self._copy(self._write, rank, address, source)
+
+    def _copy(self, function: Any, rank: int, address: int, array: Array) -> None:
+        here, there = self._here, self._there
+        here.base, here.length = address_of(array), array.nbytes
+        there.base, there.length = address, array.nbytes
+        moved = function(self._pids[rank], here, 1, there, 1, 0)
+        if moved != array.nbytes:
+            code = ctypes.get_errno() if moved < 0 else 0
+            reason = os.strerror(code) if code else f"{moved} of {array.nbytes} bytes were copied"
+            raise OSError(
+                code,
+                f"cannot reach the memory of rank {rank} on this host (process "
+                f"{self._pids[rank]}), which may have ended: {reason}",
+            )
+
+
+class Buffers:
+    """One buffer of every rank, as this rank reaches them.
+
+    Args:
+        segments: where buffers may be.
+        peers: how to reach those that are elsewhere.
+        shown: by rank, where its buffer is: the offset in its segment, or the negative address.
+        buffer: this rank's own.
+    """
+
+    def __init__(
+        self,
+        segments: SharedSegments,
+        peers: PeerMemory | None,
+        shown: Sequence[int],
+        buffer: Array,
+    ) -> None:
+        self._peers = peers
+        self._itemsize = buffer.itemsize
+        self._shown = shown
+        self.are_far = min(shown) < 0
+        """Whether one of them at least is in no segment."""
+        self._views = [
+            None if place < 0 else segments.view(rank, place, buffer.nbytes).view(buffer.dtype)
+            for rank, place in enumerate(shown)
+        ]
+
+    def loader(self, start: int) -> Load:
+        """Return what finds elements of a rank's buffer, from `start` on.
+
+        Its arguments are the rank, how many elements, and memory for so many, where they are
+        copied to if the buffer is far.
+        """
+
+        def load(rank: int, count: int, scratch: Array) -> Array:
+            view = self._views[rank]
+            if view is not None:
+                return view[start : start + count]
+            copy = scratch[:count]
+            self._reach().read(rank, start * self._itemsize - self._shown[rank], copy)
+            return copy
+
+        return load
+
+    def fetch(self, rank: int, start: int, into: Array) -> None:
+        """Copy elements of a rank's buffer, from `start` on."""
+        found = self.loader(start)(rank, len(into), into)
+        if self._views[rank] is not None:
+            into[...] = found
+
+    def store(self, rank: int, start: int, source: Array) -> None:
+        """Write elements into a rank's buffer, from `start` on."""
+        view = self._views[rank]
+        if view is not None:
+            view[start : start + len(source)] = source
+        else:
+            self._reach().write(rank, start * self._itemsize - self._shown[rank], source)
+
+    def _reach(self) -> PeerMemory:
+        assert self._peers is not None
+        return self._peers
+
+
+def reach_peers(comm: Communicator) -> Operation[PeerMemory | None]:
+    """Find out whether all ranks can read and write the memory of all others (collective).
+
+    Returns:
+        The means, on all ranks, or None on all of them.
+    """
+    _permit()
+    proof = np.frombuffer(bytearray(os.urandom(_PROOF)), dtype=np.int64)
+    marks = np.zeros(comm.size, dtype=np.int64)
+    card = np.array([os.getpid(), address_of(proof), address_of(marks), *proof], dtype=np.int64)
+    cards = np.empty((comm.size, len(card)), dtype=np.int64)
+    yield comm.iallgather(card, cards)
+    memory = None
+    failure = ""
+    try:
+        memory = PeerMemory([int(pid) for pid in cards[:, 0]])
+        read = np.empty_like(proof)
+        for rank in range(comm.size):
+            memory.read(rank, int(cards[rank, 1]), read)
+            if not np.array_equal(read, cards[rank, 3:]):
+                raise OSError(f"what is read of rank {rank} is another process's memory")
+        for rank in range(comm.size):
+            memory.write(rank, int(cards[rank, 2]) + comm.rank * marks.itemsize, proof[:1])
+    except OSError as error:
+        failure = str(error)
+    try:
+        yield from agree(comm, failure)
+        wrong = [rank for rank in range(comm.size) if marks[rank] != cards[rank, 3]]
+        yield from agree(comm, f"was not written to by ranks {wrong}" if wrong else "")
+    except SegmentUnavailableError:
+        return None
+    return memory
+
+
+def _permit() -> None:
+    """Let other processes of this user reach this one, where only its parents may as a rule."""
+    with contextlib.suppress(OSError):
+        if Path("/proc/sys/kernel/yama/ptrace_scope").read_text().strip() == "1":
+            ctypes.CDLL(None).prctl(_SET_PTRACER, _ANYONE, 0, 0, 0)
