@@ -78,6 +78,12 @@ def allreduce_async(
     """Begin an `allreduce`."""
     source = np.asarray(array)
     output: Array = np.empty_like(source, subok=False)
+    if average is None:
+        again = submit.resubmit_allreduce(
+            source, output, name, op, prescale_factor, postscale_factor, process_set
+        )
+        if again is not None:
+            return again
     dtype = DType.of(source)
     return submit.submit_allreduce(
         [storage_view(source, dtype)],
@@ -120,6 +126,12 @@ def allreduce_async_(
     """Begin an `allreduce` in place."""
     if not isinstance(array, np.ndarray):
         in_place_targets("allreduce_", [array])
+    if average is None:
+        again = submit.resubmit_allreduce(
+            array, array, name, op, prescale_factor, postscale_factor, process_set
+        )
+        if again is not None:
+            return again
     dtype = DType.of(array)
     storage = (storage_view(array, dtype),)
     return submit.submit_allreduce(

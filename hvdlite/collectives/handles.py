@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 from ..engine.submissions import Handle
 
@@ -24,17 +24,19 @@ def synchronize(handle: Handle, timeout: float | None = None) -> Any:
         MismatchError: the ranks asked for different things (on every rank).
         HvdliteInternalError: a peer left, or the engine was shut down.
     """
-    return _handle(handle).wait(timeout)
+    if type(handle) is not Handle:
+        _refuse(handle)
+    return handle.wait(timeout)
 
 
 def poll(handle: Handle) -> bool:
     """Return whether `synchronize(handle)` would return at once."""
-    return _handle(handle).done()
+    if type(handle) is not Handle:
+        _refuse(handle)
+    return handle.done()
 
 
-def _handle(handle: Handle) -> Handle:
-    if not isinstance(handle, Handle):
-        raise TypeError(
-            f"Expected the handle of an asynchronous collective, got {type(handle).__name__}."
-        )
-    return handle
+def _refuse(handle: object) -> NoReturn:
+    raise TypeError(
+        f"Expected the handle of an asynchronous collective, got {type(handle).__name__}."
+    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from .requests import Request, Response
@@ -42,11 +43,18 @@ class ResponseCache:
         """Return what is cached under a name, without counting it as a use."""
         return self._by_name.get(name)
 
-    def use(self, slot: int) -> CachedResponse:
-        """Return the response of a slot and make it the most recently used."""
-        cached = self._by_slot[slot]
-        self._by_name.move_to_end(_name(cached))
-        return cached
+    def use(self, slots: Iterable[int], waiting: dict[int, str]) -> list[Response]:
+        """Return the responses of slots, which become the most recently used.
+
+        Args:
+            waiting: the names that this rank waits for, by slot; those of `slots` are removed.
+        """
+        by_slot, most_recent = self._by_slot, self._by_name.move_to_end
+        responses = []
+        for slot in slots:
+            most_recent(waiting.pop(slot))
+            responses.append(by_slot[slot].response)
+        return responses
 
     def insert(self, response: Response, mine: Request) -> str | None:
         """Remember a response.

@@ -382,4 +382,4 @@ def _complete(batch: Batch) -> None:
         if entry is not None:
             entry.remaining -= 1
             if entry.remaining <= 0:
-                entry.complete()
+                entry.handle.finish(entry.outputs if entry.result is None else entry.result)

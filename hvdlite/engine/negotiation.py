@@ -11,7 +11,7 @@ while any rank has joined everything is news.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -137,7 +137,7 @@ class Negotiator:
         cached = None if self.joined else self.cache.find(key)
         if cached is None:
             self._news.append(key)
-        elif cached.mine == request:
+        elif cached.mine is request or cached.mine == request:
             self._ready_slots[cached.slot] = key
         else:
             self._conflicts[cached.slot] = key
@@ -150,13 +150,13 @@ class Negotiator:
         words = self._fill()
         pending = None if self._words is None else self._words.iband(words)
         yield self.comm.iband(words) if pending is None else pending
-        answer: list[int] = words.tolist()
-        flags = answer[0]
         bits = self._bits_from()
-        width = (len(answer) - bits) // 2
-        responses = self._read_ready(answer[bits : bits + width])
+        width = (len(words) - bits) // 2
+        responses = self.cache.use(_set_bits(words[bits : bits + width]), self._ready_slots)
         result = Round(cached=len(responses))
-        self._read_conflicts(answer[bits + width :])
+        self._read_conflicts(_set_bits(np.invert(words[bits + width :])))
+        answer: list[int] = words[:bits].tolist()
+        flags = answer[0]
         unsettled = self._read_window(answer, responses)
         closing = not flags & _STAYS or bool(flags & _DRAINS)
         if unsettled or closing or not flags & _NO_NEWS:
@@ -189,13 +189,8 @@ class Negotiator:
         if not self.joined and JOIN_KEY not in self.pending:
             self._fill_window(words)
         if width:
-            ready, valid = [0] * width, [_ALL] * width
-            for slot in self._ready_slots:
-                ready[slot >> 6] |= 1 << (slot & 63)
-            for slot in self._conflicts:
-                valid[slot >> 6] &= ~(1 << (slot & 63))
-            words[bits : bits + width] = ready
-            words[bits + width :] = valid
+            words[bits : bits + width] = _words(self._ready_slots, width)
+            words[bits + width :] = np.invert(_words(self._conflicts, width))
         return words
 
     def _bits_from(self) -> int:
@@ -225,15 +220,8 @@ class Negotiator:
             first += self._window
             words[first : first + count] = ~own
 
-    def _read_ready(self, words: list[int]) -> list[Response]:
-        responses: list[Response] = []
-        for slot in _set_bits(words):
-            self._ready_slots.pop(slot)
-            responses.append(self.cache.use(slot).response)
-        return responses
-
-    def _read_conflicts(self, words: list[int]) -> None:
-        for slot in _set_bits([word ^ _ALL for word in words]):
+    def _read_conflicts(self, slots: Sequence[int]) -> None:
+        for slot in slots:
             self.cache.evict(slot)
             for waiting in (self._ready_slots, self._conflicts):
                 if slot in waiting:
@@ -339,11 +327,18 @@ class Negotiator:
             self.add(entry)
 
 
-def _set_bits(words: list[int]) -> Iterator[int]:
-    for index, word in enumerate(words):
-        while word:
-            yield index * 64 + (word & -word).bit_length() - 1
-            word &= word - 1
+def _words(bits: Iterable[int], width: int) -> Array:
+    """Return words in which these bits are set."""
+    each = np.zeros(width * 64, dtype=np.uint8)
+    each[[*bits]] = 1
+    return np.packbits(each, bitorder="little").view("<u8")
+
+
+def _set_bits(words: Array) -> list[int]:
+    """Return which bits are set."""
+    each = np.unpackbits(words.astype("<u8", copy=False).view(np.uint8), bitorder="little")
+    found: list[int] = each.nonzero()[0].tolist()
+    return found
 
 
 class _Probe:

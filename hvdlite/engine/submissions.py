@@ -110,8 +110,9 @@ class Handle:
 
     def _end(self) -> None:
         # A rank may use the name again once it sees that this has finished.
-        if self._name is not None and self._names.get(self._name) is self:
-            del self._names[self._name]
+        name = self._name
+        if name is not None and self._names.get(name) is self:
+            del self._names[name]
         self._finished = True
 
 
@@ -135,7 +136,3 @@ class Entry:
     """Tensors whose communication has not ended."""
     result: Any = None
     """What the handle is to return; None for the outputs."""
-
-    def complete(self) -> None:
-        """Give the handle its result."""
-        self.handle.finish(self.outputs if self.result is None else self.result)

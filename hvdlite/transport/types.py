@@ -87,7 +87,7 @@ class DType(enum.IntEnum):
             TypeError: the array's dtype has no counterpart here (object, strings, dates,
                 structured or byte-swapped types, long double).
         """
-        found = _BY_NUMPY.get(array.dtype)
+        found = BY_NUMPY.get(array.dtype)
         if found is None:
             if array.dtype.name == "bfloat16":  # ml_dtypes; TensorFlow's NumPy bfloat16
                 return cls.BFLOAT16
@@ -102,6 +102,7 @@ _STORAGE: dict[DType, np.dtype[np.generic]] = {
     member: np.dtype("uint16" if member.name == "BFLOAT16" else member.name.lower())
     for member in DType
 }
-_BY_NUMPY: dict[np.dtype[np.generic], DType] = {
+BY_NUMPY: dict[np.dtype[np.generic], DType] = {
     storage: member for member, storage in _STORAGE.items() if member is not DType.BFLOAT16
 }
+"""The element types that NumPy has, too."""

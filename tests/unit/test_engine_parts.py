@@ -64,7 +64,7 @@ def test_cache_reuses_the_lowest_free_slot_and_drops_the_least_recently_used():
     assert cache.insert(response("a"), mine) is None
     assert cache.insert(response("b"), mine) is None
     assert cache.find("a").slot == 0 and cache.find("b").slot == 1
-    cache.use(0)
+    assert cache.use([0], {0: "a", 1: "b"}) == [response("a")]
     assert cache.insert(response("c"), mine) == "b"
     assert cache.find("b") is None
     assert cache.find("c").slot == 1
@@ -87,7 +87,7 @@ def test_caches_that_see_the_same_events_stay_equal(events):
             if what == "i":
                 cache.insert(response(name), allreduce((1,)))
             elif found is not None and what == "u":
-                cache.use(found.slot)
+                cache.use([found.slot], {found.slot: name})
             elif found is not None:
                 cache.evict(found.slot)
     slots = [{n: c.find(n).slot for n in map("n{}".format, range(6)) if c.find(n)} for c in caches]
