@@ -30,7 +30,7 @@ SUITES = {
 }
 _NEED_LIMITS = {"allreduce", "many"}
 
-PEERS = (*OWN, "mpi", "gloo", "alone", "idle", "ddp", "ddp-views")
+PEERS = (*OWN, "mpi", "gloo", "alone", "barrier", "idle", "ddp", "ddp-views")
 
 
 def _parser() -> argparse.ArgumentParser:

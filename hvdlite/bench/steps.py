@@ -20,7 +20,9 @@ UNITS = {"step": "s", "memory": "B", "other threads": "1"}
 """Of what `work` measures: the time of a step, memory of a rank (without code; shared pages
 divided by those who share them), and cores that other threads than the training one kept busy."""
 
-_ALONE = "alone"
+_ALONE, _BARRIER = "alone", "barrier"
+"""Training without reduction: each rank by itself, and the ranks waiting for each other."""
+
 _WARM_UP = 4
 """Steps: bucket layouts settle after the first one."""
 
@@ -72,7 +74,11 @@ def _distribute(torch: Any, peer: str, model: Any) -> tuple[Any, Any, Callable[[
     from . import peers
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
-    if peer == _ALONE:
+    if peer in (_ALONE, _BARRIER):
+        if peer == _BARRIER:
+            from mpi4py import MPI
+
+            optimizer.register_step_pre_hook(lambda *_: MPI.COMM_WORLD.Barrier())
         return model, optimizer, lambda: None
     if peer in ("ddp", "ddp-views"):
         dist = peers.start_gloo()
@@ -112,7 +118,7 @@ def run(session: Session) -> None:
         if ranks == 1:
             continue  # nothing to reduce
         for name in names:
-            wanted = [_ALONE, "ddp", *([] if options.quick else ["ddp-views"]), "hvdlite"]
+            wanted = [_ALONE, _BARRIER, "ddp", *([] if options.quick else ["ddp-views"]), "hvdlite"]
             peers = session.peers("steps", wanted, "module:")
             task = {"steps": 3 if options.quick else 12}
             session.measure(
@@ -135,7 +141,7 @@ def _compare_losses(session: Session, name: str, ranks: int) -> None:
         fact["peer"]: fact["loss"]
         for fact in session.results.facts
         if (fact["suite"], fact["case"], fact["ranks"]) == ("steps", name, ranks)
-        and fact["peer"] != _ALONE
+        and fact["peer"] not in (_ALONE, _BARRIER)
     }
     if losses and max(losses.values()) - min(losses.values()) > 1e-3 * max(losses.values()):
         session.say(f"warning: {name}, np {ranks}: the losses differ: {losses}")
@@ -151,7 +157,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
     if not peers:
         return []
     ranks = steps[0].ranks
-    others = [peer for peer in peers if peer not in (_ALONE, "hvdlite")]
+    others = [peer for peer in peers if peer not in (_ALONE, _BARRIER, "hvdlite")]
     times = Table(
         f"Training steps, np {ranks}: ms, median (quartiles); below 1: hvdlite is faster",
         ["model", *map(shown, peers), *(f"hvdlite / {shown(peer)}" for peer in others)],

@@ -102,9 +102,12 @@ class Transport(Protocol):
     Attributes:
         words: combines the words of negotiation rounds faster than messages could; None if
             there is no such way.
+        unfused_bytes: from how many bytes on a tensor is moved faster by itself than packed in
+            a buffer with others, and unpacked; None for never.
     """
 
     words: Words | None
+    unfused_bytes: int | None
 
     def allreduce(
         self,

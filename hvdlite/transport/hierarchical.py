@@ -46,6 +46,7 @@ class HierarchicalTransport:
     """
 
     words: Words | None = None
+    unfused_bytes: int | None = None
 
     def __init__(
         self,

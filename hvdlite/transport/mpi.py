@@ -28,6 +28,7 @@ class MPITransport:
     """
 
     words: Words | None = None
+    unfused_bytes: int | None = None
 
     def __init__(
         self,

@@ -104,6 +104,7 @@ class RingTransport:
     """
 
     words: Words | None = None
+    unfused_bytes: int | None = None
 
     def __init__(
         self, comm: Communicator, segment_bytes: int = SEGMENT_BYTES, window: int = WINDOW

@@ -26,7 +26,7 @@ from .shared_segment import SharedSegments, address_of, completed
 from .shared_words import SharedWords
 from .types import Array, DType, ReduceOp
 
-__all__ = ["SEGMENT_BYTES", "SharedMemoryTransport"]
+__all__ = ["DIRECT_BYTES", "SEGMENT_BYTES", "UNFUSED_BYTES", "SharedMemoryTransport"]
 
 SEGMENT_BYTES = 256 * 1024
 """What a rank reduces of an ordinary buffer between two barriers. Larger segments leave the
@@ -43,6 +43,9 @@ stay in the cache of a core."""
 
 DIRECT_BYTES = 256 * 1024
 """From here on, ordinary buffers are reached by way of the kernel."""
+
+UNFUSED_BYTES = 512 * 1024
+"""From here on, two meetings take less than to pack a tensor and unpack it."""
 
 _CACHE_LINE = 64
 
@@ -63,6 +66,7 @@ class SharedMemoryTransport:
     ) -> None:
         self.words: Words | None = words
         """Carries the words of rounds; None where that does not work."""
+        self.unfused_bytes: int | None = None
         self._rank = comm.rank
         self._size = comm.size
         self._others = [rank for rank in range(comm.size) if rank != comm.rank]
@@ -139,6 +143,7 @@ class SharedMemoryTransport:
         """
         self._direct_bytes = direct_bytes
         self._peers = peers
+        self.unfused_bytes = UNFUSED_BYTES if peers else None
         self._scratch = np.empty((2, _DIRECT_BLOCK_BYTES), dtype=np.uint8)
 
     # -- memory -------------------------------------------------------------------------
