@@ -209,7 +209,7 @@ class Channel:
                         # A group of no tensors, or a barrier: agreement is all there is to it.
                         entry.handle.finish([])
                 runnable.append((response, entry))
-        batches = plan(runnable, self._fusion_threshold, self.transport.unfused_bytes)
+        batches = plan(runnable, self._fusion_threshold)
         if recorder is not None:
             recorder.unfinished += len(batches)
             for batch in batches:

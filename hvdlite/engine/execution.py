@@ -12,7 +12,7 @@ import numpy as np
 from ..timeline.recorder import Span
 from ..transport import kernels
 from ..transport.adasum import Adasum
-from ..transport.base import Finish, Operation, Transport
+from ..transport.base import Finish, Operation, Scattered, Transport
 from ..transport.types import Array, DType, ReduceOp
 from .fusion import Batch, FusionBuffers, sent_bytes
 from .requests import Kind, Piece, Request, display
@@ -81,6 +81,15 @@ class Executor:
 
     def _allreduce(self, batch: Batch, tag: int) -> Operation[None]:
         pieces, dtype, request = batch.pieces, batch.dtype, batch.request
+        scattered = self.transport.scattered
+        if (
+            scattered is not None
+            and len(pieces) > 1
+            and request.op is not ReduceOp.ADASUM
+            and scattered.pays(len(pieces), batch.nbytes)
+        ):
+            yield from self._allreduce_scattered(batch, scattered, tag)
+            return
         scratch = None
         with self._packing(batch):
             buffer = None
@@ -94,6 +103,30 @@ class Executor:
         with self._moving(batch):
             if len(buffer):
                 yield from self._reduce(batch, buffer, tag)
+        if scratch is not None:
+            with self._unpacking(batch):
+                _unpack(batch, buffer)
+                self.buffers.release(scratch)
+        _complete(batch)
+
+    def _allreduce_scattered(self, batch: Batch, scattered: Scattered, tag: int) -> Operation[None]:
+        """Reduce the tensors where they are, if that is possible on this rank."""
+        dtype, request = batch.dtype, batch.request
+        scratch = None
+        with self._packing(batch):
+            parts = _in_places(batch)
+            if parts is None:
+                scratch = self.buffers.acquire(batch.nbytes)
+                buffer = _typed(scratch, batch.nbytes, dtype)
+                _pack(batch, buffer)
+                parts = np.split(buffer, _starts(batch))
+            parts = [part for part in parts if len(part)]
+            for part in parts:
+                self._before(part, dtype, request)
+        with self._moving(batch):
+            finish = self._after(dtype, request)
+            op = _transport_op(request.op)
+            yield from scattered.allreduce(parts, dtype, op, finish, tag)
         if scratch is not None:
             with self._unpacking(batch):
                 _unpack(batch, buffer)
@@ -313,17 +346,36 @@ def _gathered_output(piece: Piece) -> Array:
     return np.empty((sum(piece.rows), *piece.shape[1:]), dtype=piece.dtype.storage)
 
 
+def _fits(piece: Piece, entry: Entry | None, dtype: DType) -> bool:
+    """Return whether the caller's own output can be the buffer."""
+    if entry is None or piece.dtype is not dtype:
+        return False
+    out = entry.outputs[piece.index]
+    return out is not None and bool(out.flags.c_contiguous)
+
+
 def _in_place(piece: Piece, entry: Entry | None, dtype: DType, copy: bool = True) -> Array | None:
     """Return the caller's own output, flat and holding the input, if it can be the buffer."""
-    if entry is None or piece.dtype is not dtype:
+    if entry is None or not _fits(piece, entry, dtype):
         return None
     out, source = entry.outputs[piece.index], entry.inputs[piece.index]
     assert out is not None
-    if not out.flags.c_contiguous:
-        return None
     if copy and out is not source:
         np.copyto(out, source)
     return out.reshape(-1)
+
+
+def _in_places(batch: Batch) -> list[Array] | None:
+    """Return what `_in_place` does for each tensor of a batch, if it works for all of them."""
+    pairs = list(zip(batch.pieces, batch.entries, strict=True))
+    if not all(_fits(piece, entry, batch.dtype) for piece, entry in pairs):
+        return None
+    return [_in_place(piece, entry, batch.dtype) for piece, entry in pairs]  # type: ignore[misc]
+
+
+def _starts(batch: Batch) -> Array:
+    """Return where the tensors of a batch begin, but for the first one."""
+    return np.cumsum([piece.elements for piece in batch.pieces[:-1]])
 
 
 _FEW_BYTES = 32 * 1024

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -39,28 +38,23 @@ class Batch:
     """Notes down what becomes of it, for a timeline."""
 
 
-def plan(
-    agreed: Iterable[tuple[Response, Entry | None]], threshold: int, unfused: int | None = None
-) -> list[Batch]:
+def plan(agreed: Iterable[tuple[Response, Entry | None]], threshold: int) -> list[Batch]:
     """Distribute the tensors of a round's responses over batches, the same on every rank.
 
     Args:
         agreed: responses without error, in the order that all ranks have them in.
         threshold: bytes up to which tensors share a batch; 0 gives each its own.
-        unfused: bytes of a tensor that gets its own in any case; None for no such limit.
     """
-    unfused = sys.maxsize if unfused is None else unfused
     batches: list[Batch] = []
     open_batches: dict[int, Batch] = {}
     for response, entry in agreed:
         for piece in response.pieces:
             nbytes = piece.nbytes
-            alone = piece.alone or nbytes >= unfused
-            batch = None if alone else open_batches.get(piece.kin)
+            batch = None if piece.alone else open_batches.get(piece.kin)
             if batch is None or batch.nbytes + nbytes > threshold:
                 batch = Batch(piece.request.kind, piece.wire, piece.request)
                 batches.append(batch)
-                if not alone:
+                if not piece.alone:
                     open_batches[piece.kin] = batch
             batch.pieces.append(piece)
             batch.entries.append(entry)

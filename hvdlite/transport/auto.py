@@ -144,7 +144,7 @@ class AutoTransport:
         self._large = large
         self._limits = limits
         self.words: Words | None = large.words
-        self.unfused_bytes = large.unfused_bytes
+        self.scattered = large.scattered
         self._small_bytes = settings.small_bytes
 
     def _by_size(self, buffer: Array) -> Transport:

@@ -92,6 +92,20 @@ class Words(Protocol):
         ...
 
 
+class Scattered(Protocol):
+    """A way to reduce what lies in many arrays, where it is."""
+
+    def pays(self, count: int, nbytes: int) -> bool:
+        """Return whether so many arrays of so many bytes together should not be packed."""
+        ...
+
+    def allreduce(
+        self, parts: Sequence[Array], dtype: DType, op: ReduceOp, finish: Finish | None, tag: int
+    ) -> Operation[None]:
+        """Reduce flat arrays in place, as `Transport.allreduce` does one. None is empty."""
+        ...
+
+
 class Transport(Protocol):
     """Moves and combines flat, C-contiguous arrays among the ranks of one communicator.
 
@@ -102,12 +116,11 @@ class Transport(Protocol):
     Attributes:
         words: combines the words of negotiation rounds faster than messages could; None if
             there is no such way.
-        unfused_bytes: from how many bytes on a tensor is moved faster by itself than packed in
-            a buffer with others, and unpacked; None for never.
+        scattered: reduces many arrays without packing them; None if there is no such way.
     """
 
     words: Words | None
-    unfused_bytes: int | None
+    scattered: Scattered | None
 
     def allreduce(
         self,

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from .base import Communicator, Finish, Operation, Pending, Words
+from .base import Communicator, Finish, Operation, Pending, Scattered, Words
 from .ring import RingTransport, even_counts
 from .shared_lanes import Lane
 from .shared_memory import SharedMemoryTransport
@@ -46,7 +46,7 @@ class HierarchicalTransport:
     """
 
     words: Words | None = None
-    unfused_bytes: int | None = None
+    scattered: Scattered | None = None
 
     def __init__(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from . import kernels
-from .base import Communicator, Finish, Operation, Words
+from .base import Communicator, Finish, Operation, Scattered, Words
 from .ring import RingTransport, ScratchPool
 from .types import Array, DType, ReduceOp
 
@@ -28,7 +28,7 @@ class MPITransport:
     """
 
     words: Words | None = None
-    unfused_bytes: int | None = None
+    scattered: Scattered | None = None
 
     def __init__(
         self,

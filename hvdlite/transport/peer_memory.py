@@ -30,10 +30,6 @@ _SET_PTRACER = 0x59616D61
 _ANYONE = ctypes.c_ulong(-1)
 
 
-class _Vector(ctypes.Structure):
-    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
-
-
 class PeerMemory:
     """Copies between this process and those of other ranks. For one thread at a time.
 
@@ -47,16 +43,9 @@ class PeerMemory:
     def __init__(self, pids: Sequence[int]) -> None:
         library = ctypes.CDLL(None, use_errno=True)
         self._pids = list(pids)
-        self._here, self._there = _Vector(), _Vector()
-        vector = ctypes.POINTER(_Vector)
-        kinds: list[Any] = [
-            ctypes.c_int,
-            vector,
-            ctypes.c_ulong,
-            vector,
-            ctypes.c_ulong,
-            ctypes.c_ulong,
-        ]
+        self._here, self._there = (np.empty((1, 2), dtype=np.int64) for _ in range(2))
+        pointer, number = ctypes.c_void_p, ctypes.c_ulong
+        kinds: list[Any] = [ctypes.c_int, pointer, number, pointer, number, number]
         try:
             self._read: Any = library.process_vm_readv
             self._write: Any = library.process_vm_writev
@@ -71,24 +60,48 @@ class PeerMemory:
         Raises:
             OSError: that rank's process is gone, or has nothing there.
         """
-        self._copy(self._read, rank, address, into)
+        self._copy(self._read, rank, self._whole(into), self._at(address, into), into.nbytes)
 
     def write(self, rank: int, address: int, source: Array) -> None:
         """Write an array's contents into another rank's memory. Raises as `read` does."""
-        self._copy(self._write, rank, address, source)
+        self._copy(self._write, rank, self._whole(source), self._at(address, source), source.nbytes)
 
-    def _copy(self, function: Any, rank: int, address: int, array: Array) -> None:
-        here, there = self._here, self._there
-        here.base, here.length = address_of(array), array.nbytes
-        there.base, there.length = address, array.nbytes
-        moved = function(self._pids[rank], here, 1, there, 1, 0)
-        if moved != array.nbytes:
+    def gather(self, rank: int, there: Array, into: Array) -> None:
+        """Fill an array with what is in several places of another rank's memory.
+
+        Args:
+            there: (places, 2) of int64: address and bytes of each; at most 1024.
+            into: of as many bytes. Raises as `read` does.
+        """
+        self._copy(self._read, rank, self._whole(into), there, into.nbytes)
+
+    def scatter(self, rank: int, here: Array, there: Array) -> None:
+        """Write what is in several places to as many of another rank. Raises as `read` does.
+
+        Args:
+            here: as `there` is for `gather`.
+            there: likewise, of equal lengths.
+        """
+        self._copy(self._write, rank, here, there, int(here[:, 1].sum()))
+
+    def _whole(self, array: Array) -> Array:
+        self._here[0] = address_of(array), array.nbytes
+        return self._here
+
+    def _at(self, address: int, array: Array) -> Array:
+        self._there[0] = address, array.nbytes
+        return self._there
+
+    def _copy(self, function: Any, rank: int, here: Array, there: Array, nbytes: int) -> None:
+        pid = self._pids[rank]
+        moved = function(pid, address_of(here), len(here), address_of(there), len(there), 0)
+        if moved != nbytes:
             code = ctypes.get_errno() if moved < 0 else 0
-            reason = os.strerror(code) if code else f"{moved} of {array.nbytes} bytes were copied"
+            reason = os.strerror(code) if code else f"{moved} of {nbytes} bytes were copied"
             raise OSError(
                 code,
-                f"cannot reach the memory of rank {rank} on this host (process "
-                f"{self._pids[rank]}), which may have ended: {reason}",
+                f"cannot reach the memory of rank {rank} on this host (process {pid}), "
+                f"which may have ended: {reason}",
             )
 
 

@@ -19,7 +19,7 @@ from itertools import accumulate
 import numpy as np
 
 from . import kernels
-from .base import Communicator, Finish, Operation, Pending, Words
+from .base import Communicator, Finish, Operation, Pending, Scattered, Words
 from .types import Array, DType, ReduceOp
 
 __all__ = ["SEGMENT_BYTES", "WINDOW", "RingTransport", "ScratchPool", "even_counts"]
@@ -104,7 +104,7 @@ class RingTransport:
     """
 
     words: Words | None = None
-    unfused_bytes: int | None = None
+    scattered: Scattered | None = None
 
     def __init__(
         self, comm: Communicator, segment_bytes: int = SEGMENT_BYTES, window: int = WINDOW

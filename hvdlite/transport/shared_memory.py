@@ -18,15 +18,16 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from . import kernels
-from .base import Communicator, Finish, Operation, Words
+from .base import Communicator, Finish, Operation, Scattered, Words
 from .peer_memory import Buffers, Load, PeerMemory, reach_peers
 from .ring import RingTransport, even_counts
+from .scattered import ScatteredReductions
 from .shared_lanes import ELSEWHERE, Lane, Passage, make_lanes
 from .shared_segment import SharedSegments, address_of, completed
 from .shared_words import SharedWords
 from .types import Array, DType, ReduceOp
 
-__all__ = ["DIRECT_BYTES", "SEGMENT_BYTES", "UNFUSED_BYTES", "SharedMemoryTransport"]
+__all__ = ["DIRECT_BYTES", "SEGMENT_BYTES", "SharedMemoryTransport"]
 
 SEGMENT_BYTES = 256 * 1024
 """What a rank reduces of an ordinary buffer between two barriers. Larger segments leave the
@@ -43,9 +44,6 @@ stay in the cache of a core."""
 
 DIRECT_BYTES = 256 * 1024
 """From here on, ordinary buffers are reached by way of the kernel."""
-
-UNFUSED_BYTES = 512 * 1024
-"""From here on, two meetings take less than to pack a tensor and unpack it."""
 
 _CACHE_LINE = 64
 
@@ -66,7 +64,7 @@ class SharedMemoryTransport:
     ) -> None:
         self.words: Words | None = words
         """Carries the words of rounds; None where that does not work."""
-        self.unfused_bytes: int | None = None
+        self.scattered: Scattered | None = None
         self._rank = comm.rank
         self._size = comm.size
         self._others = [rank for rank in range(comm.size) if rank != comm.rank]
@@ -143,7 +141,10 @@ class SharedMemoryTransport:
         """
         self._direct_bytes = direct_bytes
         self._peers = peers
-        self.unfused_bytes = UNFUSED_BYTES if peers else None
+        if peers is not None and self._size > 1:
+            self.scattered = ScatteredReductions(
+                self._rank, self._size, self._segments, peers, self.enter
+            )
         self._scratch = np.empty((2, _DIRECT_BLOCK_BYTES), dtype=np.uint8)
 
     # -- memory -------------------------------------------------------------------------

@@ -70,3 +70,85 @@ def test_many_at_once_and_soon_forgotten(hvd, world):
     for number, handle in enumerate(handles):
         result = hvd.synchronize(handle)
         assert (result == sum(world.ranks) + number * world.size).all()
+
+
+SHAPES = ((50_000,), (1,), (300, 70), (0,), (7, 11), (90_001,))
+"""Together so large that they are not packed, though some of them are small."""
+
+
+def _group(world, dtype, rank=None):
+    rank = world.rank if rank is None else rank
+    return [known(rank, shape, dtype, seed=seed) for seed, shape in enumerate(SHAPES)]
+
+
+@pytest.mark.limit(60)
+@pytest.mark.parametrize("name", ["int32", "float16", "float32"])
+@pytest.mark.parametrize("op", ["Sum", "Average", "Max"])
+def test_groups(hvd, world, name, op):
+    wanted = [
+        reduced(inputs, op)
+        for inputs in zip(*(_group(world, name, rank) for rank in world.ranks), strict=True)
+    ]
+    for _ in range(2):
+        results = hvd.grouped_allreduce(_group(world, name), op=getattr(hvd, op), name="group")
+        in_place = _group(world, name)
+        hvd.grouped_allreduce_(in_place, op=getattr(hvd, op), name="group in place")
+        for result, mine, total in zip(results, in_place, wanted, strict=True):
+            assert_equal(result, total)
+            assert_equal(mine, total)
+
+
+@pytest.mark.limit(60)
+def test_a_rank_whose_arrays_must_be_packed(hvd, world):
+    wanted = [sum(_group(world, "float32", rank)[2] for rank in world.ranks)]
+    mine = _group(world, "float32")[2]
+    odd = world.rank == world.size - 1
+    for _ in range(3):
+        # Strided on one rank only: its memory cannot be reduced as one piece.
+        array = np.empty((600, 70), np.float32)[::2] if odd else np.empty((300, 70), np.float32)
+        array[...] = mine
+        others = _group(world, "float32")
+        hvd.grouped_allreduce_([array, *others], op=hvd.Sum, name="strided")
+        assert_equal(np.ascontiguousarray(array), wanted[0])
+        assert_equal(others[2], wanted[0])
+
+
+@pytest.mark.limit(60)
+def test_factors(hvd, world):
+    wanted = [
+        sum(inputs) * np.float32(0.5 * 4.0)
+        for inputs in zip(*(_group(world, "float32", rank) for rank in world.ranks), strict=True)
+    ]
+    before = _group(world, "float32")
+    results = hvd.grouped_allreduce(before, op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0)
+    for result, total, mine, again in zip(
+        results, wanted, before, _group(world, "float32"), strict=True
+    ):
+        assert_equal(result, total)
+        np.testing.assert_array_equal(mine, again)
+
+
+@pytest.mark.limit(60)
+@pytest.mark.np(2, 3, 4)
+def test_with_a_rank_that_has_joined(hvd, world):
+    if world.rank:
+        handles = [
+            hvd.allreduce_async(array, op=hvd.Sum, name=f"unequal.{number}")
+            for number, array in enumerate(_group(world, "float32"))
+        ]
+        for number, handle in enumerate(handles):
+            total = sum(_group(world, "float32", rank)[number] for rank in world.ranks[1:])
+            assert_equal(hvd.synchronize(handle), total)
+    hvd.join()
+
+
+@pytest.mark.limit(60)
+def test_the_same_bits_packed_and_not(hvd, world, comm):
+    rng = np.random.default_rng(world.rank)
+    arrays = [rng.standard_normal(shape, np.float32) for shape in SHAPES]
+    together = hvd.grouped_allreduce(arrays, op=hvd.Sum)
+    alone = [hvd.allreduce(array, op=hvd.Sum) for array in arrays]
+    for one, other in zip(together, alone, strict=True):
+        assert len(set(comm.allgather(one.tobytes()))) == 1
+        if world.size == 2:  # a + b is b + a: not one bit may differ
+            np.testing.assert_array_equal(one, other)

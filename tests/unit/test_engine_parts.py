@@ -174,13 +174,6 @@ def test_tensors_share_a_batch_up_to_the_threshold():
     assert sizes_of(plan(agreed(*requests), 0)) == [[4], [4], [4], [100], [4]]
 
 
-def test_large_tensors_travel_alone_where_that_is_faster():
-    requests = [allreduce((n,)) for n in (4, 25, 4, 24, 4)]
-    together = sizes_of(plan(agreed(*requests), 1 << 20))
-    apart = sizes_of(plan(agreed(*requests), 1 << 20, unfused=4 * 25))
-    assert (together, apart) == ([[4, 25, 4, 24, 4]], [[4, 4, 24, 4], [25]])
-
-
 def test_what_differs_does_not_share_a_batch():
     requests = [
         allreduce((1,)),

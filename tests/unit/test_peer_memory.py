@@ -59,6 +59,21 @@ def test_another_process_is_read_and_written(child):
     assert process.stdout.readline().split() == ["1", "2", "7", "8"]
 
 
+def test_several_places_at_once(child):
+    process, address = child
+    memory = PeerMemory([os.getpid(), process.pid])
+    there = np.array([[address + 12, 4], [address, 8]])
+    found = np.zeros(3, np.int32)
+    memory.gather(1, there, found)
+    assert found.tolist() == [4, 1, 2]
+    sources = [np.array([40], np.int32), np.array([10, 20], np.int32)]
+    memory.scatter(1, np.array([[address_of(each), each.nbytes] for each in sources]), there)
+    memory.read(1, address, found)
+    assert found.tolist() == [10, 20, 3]
+    with pytest.raises(OSError, match="8 of 12 bytes were copied"):
+        memory.gather(1, np.array([[address, 8], [8, 4]]), found)
+
+
 def test_what_is_not_there_is_an_error_that_names_the_rank(child):
     process, address = child
     memory = PeerMemory([os.getpid(), process.pid])
