@@ -18,12 +18,13 @@ from hvdlite.world import engine
 
 from .arguments import checked_integer, whereabouts
 from .bucket_set import BucketSet
-from .buckets import Bucket, DiscardedStepError, Reduction, Slot
+from .buckets import Bucket, DiscardedStepError, Slot
 from .closures import is_reduced, reduced
 from .eager import eager
 from .names import Label
 from .passes import BackwardPasses
 from .progress import announce
+from .step_reducer import Options, StepReducer
 
 __all__ = ["Reducer"]
 
@@ -38,42 +39,17 @@ class _Settled(enum.Enum):
     BY_USER = enum.auto()
 
 
-class Reducer:
-    """Reduces the gradients of one optimizer. The optimizer owns it and is only known weakly.
+class Reducer(StepReducer):
+    """Reduces the gradients of one optimizer.
 
     A step goes through these states: gradients accumulate, and full buckets get under way;
     `settle()` completes the rest and waits; then nothing happens until fresh gradients come,
     `zero_grad()` is called or the optimizer has stepped.
-
-    Args:
-        optimizer: whose `step()` has to wait for reduced gradients.
-        label: identifies the optimizer across ranks.
-        names: names of parameters, the same on all ranks (a `WeakIdKeyDictionary`, so that
-            a parameter that is gone cannot be taken for a new one).
-        groups: numbers of the explicit groups of parameters, likewise.
-        reduction: how to combine gradients.
-        passes_per_step: backward passes that accumulate before a reduction.
-        bucket_bytes: size of a bucket, and of the first one.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        label: Label,
-        names: Any,
-        groups: Any,
-        reduction: Reduction,
-        passes_per_step: int,
-        bucket_bytes: tuple[int, int],
-    ) -> None:
-        self.label = label
-        self.names = names
-        self.groups = groups
-        self.reduction = reduction
-        self.passes_per_step = passes_per_step
-        self.bucket_bytes = bucket_bytes
-        self._optimizer = weakref.ref(optimizer)
-        self._buckets = BucketSet(label, groups, reduction, bucket_bytes)
+    def __init__(self, optimizer: torch.optim.Optimizer, label: Label, options: Options) -> None:
+        super().__init__(optimizer, label, options)
+        self._buckets = BucketSet(label, self.groups, self.reduction, self.bucket_bytes)
         self._slots: dict[int, Slot] = {}
         self._observed: list[Slot] = []
         self._passes = BackwardPasses()
@@ -92,14 +68,6 @@ class Reducer:
         if self.active:
             self._adopt(optimizer)
         weakref.finalize(self, _remove, self._hooks).atexit = False
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer whose gradients these are."""
-        optimizer = self._optimizer()
-        if optimizer is None:
-            raise ReferenceError("The optimizer of this reducer does not exist any more.")
-        return optimizer
 
     def _meet_engine(self) -> None:
         """Begin anew where hvdlite has been shut down and initialised again."""
@@ -248,8 +216,7 @@ class Reducer:
         if self._completed:
             with self._lock:
                 self._discard()
-        optimizer = self.optimizer
-        type(optimizer).zero_grad(optimizer, *args, **kwargs)
+        self.reset_gradients(*args, **kwargs)
         with self._lock:
             self._begin_anew()
         self._settled = None
