@@ -11,12 +11,13 @@ import torch
 
 from hvdlite import Handle
 
-from .buckets import Bucket, DiscardedStepError, Reduction, Slot, distribute
+from .buckets import Bucket, DiscardedStepError, Reduction, distribute
 from .compression import NoneCompressor
 from .compressors import GradientCompressor
 from .names import Label
 from .plan import agree_on_kinds, agreed_places, propose_places
 from .progress import wait
+from .slots import Slot
 from .sparse import SparsePart, exchange_sparse
 
 __all__ = ["BucketSet"]

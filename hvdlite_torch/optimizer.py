@@ -81,9 +81,10 @@ def DistributedOptimizer(
     zero there; without one on any rank it keeps `grad is None`. The closure of `step(closure)`
     is followed by a reduction each time it is evaluated, of the loss that it returns too.
 
-    Gradients must be complete before something else reads them: call `synchronize()` before
-    clipping, say, and then step within `skip_synchronize()`. `torch.amp.GradScaler` does so
-    by itself.
+    Gradients must be complete before something else reads or changes them: call `synchronize()`
+    before clipping, say, and then step within `skip_synchronize()`. `torch.amp.GradScaler` does
+    so by itself. Where gradients were changed between `backward()` and `step()`, `step()` raises
+    RuntimeError; only what goes through `p.grad.data` or NumPy can it not see.
 
     Args:
         optimizer: any `torch.optim.Optimizer`; the very object is changed and returned.

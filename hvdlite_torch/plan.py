@@ -15,8 +15,9 @@ from hvdlite import Handle, MismatchError, ProcessSet
 from hvdlite.engine.submit import submit_allgather, submit_allreduce
 from hvdlite.transport.types import ReduceOp
 
-from .buckets import Place, Reduction, Slot
+from .buckets import Place, Reduction
 from .progress import wait
+from .slots import Slot
 from .tensors import is_dense
 
 __all__ = ["Proposal", "agree_on_kinds", "agreed_places", "propose_places"]

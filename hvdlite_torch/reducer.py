@@ -18,12 +18,13 @@ from hvdlite.world import engine
 
 from .arguments import checked_integer, whereabouts
 from .bucket_set import BucketSet
-from .buckets import Bucket, DiscardedStepError, Slot
+from .buckets import Bucket, DiscardedStepError
 from .closures import is_reduced, reduced
 from .eager import eager
 from .names import Label
 from .passes import BackwardPasses
 from .progress import announce
+from .slots import Slot, refuse_changes
 from .step_reducer import Options, StepReducer
 
 __all__ = ["Reducer"]
@@ -120,6 +121,7 @@ class Reducer(StepReducer):
         number = self._passes.current(self._pass_ended)
         with self._lock:
             self._account(slot, number)
+            slot.observe()
 
     def _account(self, slot: Slot, number: int) -> None:
         bucket = slot.bucket
@@ -232,7 +234,7 @@ class Reducer(StepReducer):
 
     def _begin_anew(self) -> None:
         for slot in self._slots.values():
-            slot.passes = 0
+            slot.forget()
         self._passes.forget()
         self._completed = 0
         self._fresh = False
@@ -332,6 +334,7 @@ class Reducer(StepReducer):
             self._meet_engine()
         if not self.active:
             return
+        changed = [slot for slot in self._slots.values() if slot.inspect()]
         try:
             self._adopt(self.optimizer)
             if self._buckets.is_agreeing:
@@ -347,6 +350,9 @@ class Reducer(StepReducer):
                 self._buckets.drain()
             self._forget()
             raise
+        else:
+            # Only now: other ranks, which may have changed nothing, have what they wait for.
+            refuse_changes(changed)
         finally:
             self._begin_anew()
 

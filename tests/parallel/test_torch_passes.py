@@ -102,7 +102,8 @@ def test_too_many_passes_are_still_seen(hvd, world, reentrant):
         model(inputs_of(0, world.rank), reentrant, True).sum().backward()
         with pytest.raises(AssertionError, match=f"rank {world.rank}: .*backward_passes_per_step"):
             model(inputs_of(0, world.rank), reentrant, True).sum().backward()
-        optimizer.step()
+        with pytest.raises(RuntimeError, match="were changed"):
+            optimizer.step()
         optimizer.zero_grad()
 
 
