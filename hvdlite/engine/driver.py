@@ -31,6 +31,13 @@ _CALLER_TESTS = 16
 """A step costs as much as twenty tests, and delays what is about to complete by that."""
 
 
+_REENTERED = (
+    "a signal handler (or a finalizer) waits for a collective, or for shutdown(), in the middle of "
+    "another one of the same thread, which cannot go on before the handler returns. Let the "
+    "handler set a flag, look at it between training steps, and communicate there."
+)
+
+
 class _Attention:
     """Counts the callers that are inside; a plain class, being on the path of each of them."""
 
@@ -63,9 +70,10 @@ class Driver:
         due: Callable[[], float | None],
         affinity: int | None = None,
     ) -> None:
-        self.lock = threading.Lock()
+        # Reentrant ones: a signal handler runs in the middle of whatever the main thread does.
+        self.lock = threading.RLock()
         """Guards what callers hand in."""
-        self.drive = threading.Lock()
+        self.drive = threading.RLock()
         """Held by whoever takes a step."""
         self._step = step
         self._due = due
@@ -115,10 +123,21 @@ class Driver:
             if not self._callers and (self._news or self._due() != IDLE):
                 self.wake()
 
+    def refuse_reentry(self) -> None:
+        """Raise RuntimeError where this thread is in the middle of a step."""
+        if self.drive._is_owned():  # type: ignore[attr-defined]
+            raise RuntimeError(_REENTERED)
+
     def drive_until(self, done: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Take steps in the calling thread; return whether `done` came to hold in time."""
+        """Take steps in the calling thread; return whether `done` came to hold in time.
+
+        Raises:
+            RuntimeError: this thread is in the middle of a step, which only a signal handler,
+                or what the garbage collector calls, can be.
+        """
         if done():
             return True
+        self.refuse_reentry()
         deadline = None if timeout is None else time.monotonic() + timeout
         pacer = Pacer(_CALLER_BURST)
         with self.attended():
