@@ -37,6 +37,13 @@ _ALIGNMENT = 64
 class DiscardedStepError(MismatchError):
     """Ranks differ in which steps they take. Buckets are as usable as before."""
 
+    def __init__(self) -> None:
+        super().__init__(
+            "Mismatched steps of a DistributedOptimizer: some ranks called zero_grad() after "
+            f"a backward pass that failed, and others, such as rank {hvdlite.rank()}, went on "
+            "to step(). If one rank skips a step, all have to."
+        )
+
 
 # The last flags: this step is discarded; the step before was; it was not.
 _DISCARDED, _AFTER_DISCARD, _KEPT = [1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]
@@ -333,11 +340,7 @@ class Bucket:
         discarded, after_discard, kept = flags[-3:]
         if discarded or (after_discard and kept):
             self.rewind()
-            raise DiscardedStepError(
-                "Mismatched steps of a DistributedOptimizer: some ranks called zero_grad() after "
-                f"a backward pass that failed, and others, such as rank {hvdlite.rank()}, went on "
-                "to step(). If one rank skips a step, all have to."
-            )
+            raise DiscardedStepError
         count = len(self.slots)
         dense, sparse = flags[:count], flags[count : 2 * count]
         for slot, dense_anywhere, sparse_anywhere in zip(self.slots, dense, sparse, strict=True):

@@ -125,7 +125,10 @@ class Reducer(StepReducer):
 
     def _account(self, slot: Slot, number: int) -> None:
         bucket = slot.bucket
-        under_way = bucket is not None and bucket.handle is not None
+        if slot.sparse_dim:
+            under_way = self._buckets.has_sent_sparse
+        else:
+            under_way = bucket is not None and bucket.handle is not None
         if number == slot.pass_number and slot.passes:
             if not slot.recurs and under_way:
                 raise RuntimeError(
@@ -156,13 +159,15 @@ class Reducer(StepReducer):
             self._observed.append(slot)
         if slot.passes == self.passes_per_step:
             self._completed += 1
-        if bucket is None or slot.sparse_dim or slot.holds_sparse:
-            return
-        if bucket.handle is not None:
+        if under_way:
             raise RuntimeError(
                 f"{whereabouts()}: the gradient of {slot.name!r} came when its bucket was "
                 "under way already: requires_grad changed between backward passes of one step."
             )
+        if slot.sparse_dim and slot.passes == self.passes_per_step:
+            self._buckets.submit_sparse_if_complete(self.passes_per_step)
+        if bucket is None or slot.sparse_dim or slot.holds_sparse:
+            return
         bucket.take(slot)
         if slot.passes == self.passes_per_step:
             bucket.ready += 1
@@ -198,6 +203,7 @@ class Reducer(StepReducer):
             )
             if bucket.is_complete():
                 self._buckets.submit(bucket)
+        self._buckets.submit_sparse_if_complete(self.passes_per_step)
 
     @eager
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
