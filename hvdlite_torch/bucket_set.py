@@ -16,7 +16,6 @@ from .compression import NoneCompressor
 from .compressors import GradientCompressor
 from .names import Label
 from .plan import agree_on_kinds, agreed_places, propose_places
-from .progress import wait
 from .slots import Slot
 from .sparse import SparsePart, exchange_sparse
 
@@ -73,7 +72,7 @@ class BucketSet:
         """
         assert self._proposed is not None
         slots, handle = self._proposed
-        agreed = agreed_places(slots, wait(handle))
+        agreed = agreed_places(slots, handle.wait())
         self._proposed = None
         by_name = {place.name: slot for slot, place in agreed}
         self._sparse += [slot for slot, _ in agreed if slot.sparse_dim]
@@ -136,7 +135,7 @@ class BucketSet:
         handle, self._sparse_handle = self._sparse_handle, None
         totals: list[torch.Tensor | None] = []
         if handle is not None:
-            totals, notes = wait(handle)
+            totals, notes = handle.wait()
             if _DISCARDED in notes or (_AFTER_DISCARD in notes and _KEPT in notes):
                 problem = DiscardedStepError()
         self._after_discard = problem is not None
@@ -156,7 +155,7 @@ class BucketSet:
                 slot.parameter.grad = None
         name = f"{self.label}.surprise"
         agree_on_kinds(slots, f"{name}.kinds", self._reduction.process_set)
-        totals = wait(self._exchange(slots, "surprise")).totals
+        totals = self._exchange(slots, "surprise").wait().totals
         for (slot, dense_too), total in zip(surprises, totals, strict=True):
             # From now on outside the bucket, where the place stays empty.
             slot.parameter.grad = slot.view.to(total.device) + total if dense_too else total
@@ -171,12 +170,13 @@ class BucketSet:
                 bucket.discard()
         self._submit_sparse(discard=True)
         for bucket in self._buckets:
-            wait(bucket.handle)
+            assert bucket.handle is not None
+            bucket.handle.wait()
             bucket.end_exchange()
             bucket.rewind()
         handle, self._sparse_handle = self._sparse_handle, None
         if handle is not None:
-            wait(handle)
+            handle.wait()
         # Who has submitted everything before cannot say so any more in this step.
         self._after_discard = True
 

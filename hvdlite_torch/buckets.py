@@ -24,7 +24,7 @@ from hvdlite.transport.types import ReduceOp
 from .arguments import whereabouts
 from .compression import Compressor, NoneCompressor
 from .compressors import Exchange, GradientCompressor, Part
-from .progress import announce, wait
+from .progress import announce
 from .slots import Slot
 from .tensors import array_of, dtype_of, tensor_of
 
@@ -313,7 +313,7 @@ class Bucket:
             needed = self._needs
             if needed is not None:
                 with suppress(Exception):  # which the exchange raises itself
-                    wait(needed)
+                    needed.wait()
         problem, self._problem = self._problem, None
         if problem is not None:
             raise problem
@@ -329,7 +329,7 @@ class Bucket:
             DiscardedStepError: another rank has discarded this step or the one before.
         """
         assert self.handle is not None
-        wait(self.handle)
+        self.handle.wait()
         self.end_exchange()
         if self._compressed is not None:
             compressed, context = self._compressed

@@ -16,7 +16,6 @@ from hvdlite.engine.submit import submit_allgather, submit_allreduce
 from hvdlite.transport.types import ReduceOp
 
 from .buckets import Place, Reduction
-from .progress import wait
 from .slots import Slot
 from .tensors import is_dense
 
@@ -123,7 +122,7 @@ def _kind(slot: Slot) -> int:
 
 def _maximum(values: list[int], name: str, process_set: ProcessSet) -> list[int]:
     array = np.array(values, dtype=np.uint8)
-    wait(submit_allreduce([array], [array], name=name, op=ReduceOp.MAX, process_set=process_set))
+    submit_allreduce([array], [array], name=name, op=ReduceOp.MAX, process_set=process_set).wait()
     return [int(value) for value in array]
 
 

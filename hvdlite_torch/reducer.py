@@ -187,6 +187,7 @@ class Reducer(StepReducer):
             self._buckets.propose(self._in_observed_order(slots))
             announce(self)
 
+    @torch.inference_mode(False)  # of whoever waits: buckets outlast it
     def advance(self) -> bool:
         """Submit buckets that have been agreed upon, and return whether others have not."""
         if self._lock.acquire(blocking=False):

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from ..log import logger
 from ..transport.waiting import Pacer
 
-__all__ = ["IDLE", "Driver"]
+__all__ = ["IDLE", "Driver", "while_waiting"]
 
 IDLE = 0.25
 """Seconds between looks for messages of the stall inspector while there is nothing to do."""
@@ -36,6 +36,18 @@ _REENTERED = (
     "another one of the same thread, which cannot go on before the handler returns. Let the "
     "handler set a flag, look at it between training steps, and communicate there."
 )
+
+
+_meanwhile: list[Callable[[], None]] = []
+
+
+def while_waiting(function: Callable[[], None]) -> None:
+    """Have every caller that waits, in any thread, call a function between two steps.
+
+    It may submit, and must not wait nor raise. For what other ranks may need before they submit
+    what the caller waits for.
+    """
+    _meanwhile.append(function)
 
 
 class _Attention:
@@ -128,8 +140,13 @@ class Driver:
         if self.drive._is_owned():  # type: ignore[attr-defined]
             raise RuntimeError(_REENTERED)
 
-    def drive_until(self, done: Callable[[], bool], timeout: float | None = None) -> bool:
+    def drive_until(
+        self, done: Callable[[], bool], timeout: float | None = None, *, leaving: bool = False
+    ) -> bool:
         """Take steps in the calling thread; return whether `done` came to hold in time.
+
+        Args:
+            leaving: whether nothing can be submitted any more.
 
         Raises:
             RuntimeError: this thread is in the middle of a step, which only a signal handler,
@@ -149,6 +166,8 @@ class Driver:
                         self.drive.release()
                     if moved:
                         pacer.progressed()
+                for function in () if leaving else _meanwhile:
+                    function()
                 if done():
                     return True
                 left = 1.0 if deadline is None else deadline - time.monotonic()

@@ -219,7 +219,7 @@ class Engine:
             self._closing = reason
             self._driver.wake()
         if self._failure is None:
-            self._driver.drive_until(self._closed)
+            self._driver.drive_until(self._closed, leaving=True)
         self._driver.stop()
         self._timeline.finish()
         if self._failure is None:
