@@ -89,13 +89,20 @@ def connect(base: Communicator, mpi_group: Any, settings: Settings) -> World:
         if shared.stall_check
         else None,
     )
-    engine = Engine(
-        base,
-        base.duplicate(),
-        lambda comm, ranks: make_transport(comm, shared, hosts=[hosts[r] for r in ranks]),
-        options,
-        affinity=affinity,
-    )
+    data = base.duplicate()
+    try:
+        engine = Engine(
+            base,
+            data,
+            lambda comm, ranks: make_transport(comm, shared, hosts=[hosts[r] for r in ranks]),
+            options,
+            affinity=affinity,
+        )
+    except BaseException:
+        data.free()
+        if metrics is not None:
+            metrics.close()
+        raise
     state = World(engine, shared, base.rank, base.size, hosts, mpi_group, metrics)
     if metrics is not None:
         metrics.watch(state)

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import operator
+import threading
 from collections.abc import Sequence
 from typing import Any, SupportsIndex
 
 from . import world
 
 __all__ = ["ProcessSet", "add_process_set", "global_process_set", "remove_process_set"]
+
+
+_lock = threading.RLock()
+"""Guards which sets there are, and which are about to be added or removed by some thread. Not
+held while the ranks agree: their threads may come here in different orders."""
 
 
 class ProcessSet:
@@ -106,7 +112,8 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
     Raises:
         MismatchError: the ranks passed different sets (on every rank).
-        ValueError: a rank does not exist, or an equal set is registered (on every rank).
+        ValueError: a rank does not exist, or an equal set is registered, or another thread is
+            about to register one (on every rank).
     """
     from .engine.requests import Kind
     from .engine.submit import submit_process_set_change
@@ -114,9 +121,19 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
     state = world.current()
-    ranks = check_new(process_set, state)
-    handle = submit_process_set_change(Kind.ADD_PROCESS_SET, ranks, global_process_set)
-    register(process_set, ranks, handle.wait(), state)
+    with _lock:
+        ranks = check_new(process_set, state)
+        if ranks in state.adding:
+            raise ValueError(
+                f"A process set of the ranks {ranks} is being registered by another thread: "
+                "register it once and share it."
+            )
+        state.adding.append(ranks)
+    try:
+        handle = submit_process_set_change(Kind.ADD_PROCESS_SET, ranks, global_process_set)
+        register(process_set, ranks, handle.wait(), state)
+    finally:
+        state.adding.remove(ranks)
     return process_set
 
 
@@ -124,7 +141,8 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     """Remove a process set. Every rank of the job must call this alike.
 
     Returns:
-        Whether the set was registered; what it had not completed fails with an error.
+        Whether the set was registered, and this is the call that removed it (of threads that
+        remove it at once, one does). What it had not completed fails with an error.
 
     Raises:
         ValueError: the set of all ranks cannot be removed.
@@ -137,15 +155,27 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         raise TypeError(f"remove_process_set takes a ProcessSet, not {process_set!r}.")
     if process_set.process_set_id == 0:
         raise ValueError("The global process set cannot be removed.")
-    if state.sets.get(process_set.process_set_id or 0) is not process_set:
-        return False
-    assert process_set.process_set_id is not None
-    submit_process_set_change(
-        Kind.REMOVE_PROCESS_SET, [process_set.process_set_id], global_process_set
-    ).wait()
-    del state.sets[process_set.process_set_id]
-    process_set.process_set_id = None
-    return True
+    with _lock:
+        set_id = process_set.process_set_id
+        if set_id is None or state.sets.get(set_id) is not process_set:
+            return False
+        handle = state.removing.get(set_id)
+        is_first = handle is None
+        if handle is None:
+            handle = submit_process_set_change(
+                Kind.REMOVE_PROCESS_SET, [set_id], global_process_set
+            )
+            state.removing[set_id] = handle
+    try:
+        handle.wait()
+        if is_first:
+            with _lock:
+                del state.sets[set_id]
+                process_set.process_set_id = None
+    finally:
+        if is_first:
+            del state.removing[set_id]
+    return is_first
 
 
 def check_new(process_set: ProcessSet, state: world.World) -> list[int]:

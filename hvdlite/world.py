@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import os
 import threading
@@ -19,6 +20,7 @@ from .timeline.session import check_start
 if TYPE_CHECKING:
     from .engine.engine import Engine
     from .engine.statistics import Statistics
+    from .engine.submissions import Handle
     from .metrics import MetricsServer
     from .process_sets import ProcessSet
 
@@ -53,6 +55,10 @@ class World:
     """The ranks as an MPI group, None without MPI."""
     metrics: MetricsServer | None = None
     sets: dict[int, ProcessSet] = field(default_factory=dict)
+    adding: list[list[int]] = field(default_factory=list)
+    """Ranks of the process sets that threads are about to register."""
+    removing: dict[int, Handle] = field(default_factory=dict)
+    """By their numbers, the removals of process sets that are under way."""
 
     def __post_init__(self) -> None:
         mine = [r for r in range(self.size) if self.hosts[r] == self.hosts[self.rank]]
@@ -144,21 +150,19 @@ def init(
         if settings.timeline is not None and settings.timeline.upper() != "DYNAMIC":
             # Whoever starts and ends timelines later names them by absolute paths, too.
             settings = dataclasses.replace(settings, timeline=os.path.abspath(settings.timeline))
-        base, mpi_group = connection.base_communicator(comm)
-        configure(base.rank, settings.log_level, settings.log_hide_time)
-        state = connection.connect(base, mpi_group, settings)
-        _register_global(state, global_process_set)
-        try:
+        with contextlib.ExitStack() as undo:
+            base, mpi_group = connection.base_communicator(comm)
+            undo.callback(base.free)
+            configure(base.rank, settings.log_level, settings.log_hide_time)
+            state = connection.connect(base, mpi_group, settings)
+            undo.callback(_undo, state)
+            _register_global(state, global_process_set)
             for process_set in process_sets:
                 if not isinstance(process_set, ProcessSet):
                     process_set = ProcessSet(process_set)
                 ranks = check_new(process_set, state)
                 register(process_set, ranks, state.engine.add_process_set(ranks), state)
-        except BaseException:
-            global_process_set.ranks = None
-            if state.metrics is not None:
-                state.metrics.close()
-            raise
+            undo.pop_all()
         _world = state
         logger.debug(
             "rank %d of %d, local rank %d of %d on host %s; %s",
@@ -180,6 +184,12 @@ def _register_global(state: World, global_process_set: ProcessSet) -> None:
     state.sets[0] = global_process_set
 
 
+def _undo(state: World) -> None:
+    """Give back what `init` has made before it failed."""
+    state.engine.undo()
+    _forget(state)
+
+
 def shutdown() -> None:
     """Leave the job. Returns once the other ranks have noticed; `init` may be called again.
 
@@ -192,22 +202,27 @@ def shutdown() -> None:
 def _shutdown(reason: str) -> None:
     global _world
     from . import faults
-    from .process_sets import global_process_set
 
     with _lock:
         state = _world
         if state is None:
             return
         state.engine.shutdown(reason)
-        if state.metrics is not None:
-            state.metrics.close()
-        for process_set in state.sets.values():
-            if process_set is not global_process_set:
-                process_set.process_set_id = None
-        global_process_set.ranks = None
+        _forget(state)
         _world = None
         atexit.unregister(_leave_at_exit)
         faults.unguard()
+
+
+def _forget(state: World) -> None:
+    from .process_sets import global_process_set
+
+    if state.metrics is not None:
+        state.metrics.close()
+    for process_set in state.sets.values():
+        if process_set is not global_process_set:
+            process_set.process_set_id = None
+    global_process_set.ranks = None
 
 
 def _leave_at_exit() -> None:

@@ -8,7 +8,6 @@ each rank's own.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,53 +16,23 @@ import torch
 
 from .arguments import checked_integer
 from .async_ops import grouped_allreduce_async_
-from .buckets import Reduction
 from .eager import eager
 from .names import Label
+from .step_reducer import Options, StepReducer
 
 __all__ = ["AdasumReducer"]
 
 
-class AdasumReducer:
-    """Combines the steps of one optimizer over all ranks; stands in for a `Reducer`.
+class AdasumReducer(StepReducer):
+    """Combines the steps of one optimizer over all ranks, which travel in the order of names.
 
-    Args:
-        optimizer: whose steps these are; only known weakly.
-        label: identifies the optimizer across ranks.
-        names: names of parameters, or nothing; they travel in the order of their names.
-        groups: without meaning here.
-        reduction: over which ranks, and how compressed.
-        passes_per_step: how many backward passes the user lets accumulate before a step.
-        bucket_bytes: without meaning here.
+    Groups and sizes of buckets have no meaning here.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        label: Label,
-        names: Any,
-        groups: Any,
-        reduction: Reduction,
-        passes_per_step: int,
-        bucket_bytes: tuple[int, int],
-    ) -> None:
-        self.label = label
-        self.names = names
-        self.groups = groups
-        self.reduction = reduction
-        self.passes_per_step = passes_per_step
-        self.bucket_bytes = bucket_bytes
-        self._optimizer = weakref.ref(optimizer)
+    def __init__(self, optimizer: torch.optim.Optimizer, label: Label, options: Options) -> None:
+        super().__init__(optimizer, label, options)
         self._before: list[tuple[torch.Tensor, torch.Tensor]] | None = None
         self._stepped = False
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer whose steps these are."""
-        optimizer = self._optimizer()
-        if optimizer is None:
-            raise ReferenceError("The optimizer of this reducer does not exist any more.")
-        return optimizer
 
     # -- what the optimizer's user may call -----------------------------------------------
 
@@ -86,8 +55,7 @@ class AdasumReducer:
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Reset the gradients, as the optimizer itself would."""
-        optimizer = self.optimizer
-        type(optimizer).zero_grad(optimizer, *args, **kwargs)
+        self.reset_gradients(*args, **kwargs)
 
     # -- steps ----------------------------------------------------------------------------
 

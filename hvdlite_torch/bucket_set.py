@@ -11,15 +11,18 @@ import torch
 
 from hvdlite import Handle
 
-from .buckets import Bucket, DiscardedStepError, Reduction, Slot, distribute
+from .buckets import Bucket, DiscardedStepError, Reduction, distribute
 from .compression import NoneCompressor
 from .compressors import GradientCompressor
 from .names import Label
 from .plan import agree_on_kinds, agreed_places, propose_places
-from .progress import wait
+from .slots import Slot
 from .sparse import SparsePart, exchange_sparse
 
 __all__ = ["BucketSet"]
+
+# What a rank says about its step with its sparse gradients, as the last flags of buckets do.
+_KEPT, _DISCARDED, _AFTER_DISCARD = range(3)
 
 
 class BucketSet:
@@ -41,6 +44,7 @@ class BucketSet:
         self._reduction = reduction
         self._buckets: list[Bucket] = []
         self._sparse: list[Slot] = []
+        self._sparse_handle: Handle | None = None
         self._proposed: tuple[list[Slot], Handle] | None = None
         self._after_discard = False
         # Never used twice: after an error the engine may still hold buckets of the old names.
@@ -68,7 +72,7 @@ class BucketSet:
         """
         assert self._proposed is not None
         slots, handle = self._proposed
-        agreed = agreed_places(slots, wait(handle))
+        agreed = agreed_places(slots, handle.wait())
         self._proposed = None
         by_name = {place.name: slot for slot, place in agreed}
         self._sparse += [slot for slot, _ in agreed if slot.sparse_dim]
@@ -92,12 +96,33 @@ class BucketSet:
         """Begin the reduction of one bucket, with what is there."""
         bucket.submit(self._after_discard)
 
+    @property
+    def has_sent_sparse(self) -> bool:
+        """Whether this step's sparse gradients are under way."""
+        return self._sparse_handle is not None
+
+    def submit_sparse_if_complete(self, passes: int) -> None:
+        """Begin the reduction of the sparse gradients once all of them have come.
+
+        Args:
+            passes: how often each has to come.
+        """
+        expected = [slot for slot in self._sparse if slot.parameter.requires_grad]
+        # Nobody knows which piece of a gradient is the last one before backward ends.
+        if expected and not any(slot.recurs or slot.passes < passes for slot in expected):
+            self._submit_sparse()
+
+    def _submit_sparse(self, discard: bool = False) -> None:
+        if self._sparse and self._sparse_handle is None:
+            note = _DISCARDED if discard else _AFTER_DISCARD if self._after_discard else _KEPT
+            self._sparse_handle = self._exchange(self._sparse, "sparse", note)
+
     def reduce(self) -> None:
         """Complete all buckets with what is there, and wait until everything is reduced."""
         for bucket in self._buckets:
             if bucket.handle is None:
                 self.submit(bucket)
-        handle = self._exchange(self._sparse, "sparse") if self._sparse else None
+        self._submit_sparse()
         for bucket in self._buckets:
             bucket.advance()
         surprises: list[tuple[Slot, bool]] = []
@@ -107,11 +132,16 @@ class BucketSet:
                 surprises += bucket.finish()
             except DiscardedStepError as error:  # of which all ranks that step know
                 problem = error
-        totals = [] if handle is None else wait(handle)
+        handle, self._sparse_handle = self._sparse_handle, None
+        totals: list[torch.Tensor | None] = []
+        if handle is not None:
+            totals, notes = handle.wait()
+            if _DISCARDED in notes or (_AFTER_DISCARD in notes and _KEPT in notes):
+                problem = DiscardedStepError()
         self._after_discard = problem is not None
         if problem is not None:
             raise problem
-        for slot, total in zip(self._sparse, totals, strict=False):
+        for slot, total in zip(self._sparse, totals, strict=True):
             slot.parameter.grad = total
         if surprises:
             self._reduce_surprises(surprises)
@@ -125,7 +155,7 @@ class BucketSet:
                 slot.parameter.grad = None
         name = f"{self.label}.surprise"
         agree_on_kinds(slots, f"{name}.kinds", self._reduction.process_set)
-        totals = wait(self._exchange(slots, "surprise"))
+        totals = self._exchange(slots, "surprise").wait().totals
         for (slot, dense_too), total in zip(surprises, totals, strict=True):
             # From now on outside the bucket, where the place stays empty.
             slot.parameter.grad = slot.view.to(total.device) + total if dense_too else total
@@ -138,20 +168,22 @@ class BucketSet:
         for bucket in self._buckets:
             if bucket.handle is None:
                 bucket.discard()
-        handle = self._exchange(self._sparse, "sparse", empty=True) if self._sparse else None
+        self._submit_sparse(discard=True)
         for bucket in self._buckets:
-            wait(bucket.handle)
+            assert bucket.handle is not None
+            bucket.handle.wait()
             bucket.end_exchange()
             bucket.rewind()
+        handle, self._sparse_handle = self._sparse_handle, None
         if handle is not None:
-            wait(handle)
+            handle.wait()
         # Who has submitted everything before cannot say so any more in this step.
         self._after_discard = True
 
-    def _exchange(self, slots: Sequence[Slot], what: str, empty: bool = False) -> Handle:
+    def _exchange(self, slots: Sequence[Slot], what: str, note: int = _KEPT) -> Handle:
         parts = []
         for slot in slots:
-            gradient = None if empty else slot.parameter.grad
+            gradient = None if note == _DISCARDED else slot.parameter.grad
             if gradient is not None and gradient.layout is not torch.sparse_coo:
                 gradient = gradient.to_sparse(slot.sparse_dim)
             parts.append(SparsePart(gradient, slot.parameter, slot.sparse_dim))
@@ -165,14 +197,15 @@ class BucketSet:
             reduction.op,
             reduction.process_set,
             compression,
+            note,
         )
 
     def drain(self) -> None:
         """Wait for what is under way, whatever becomes of it."""
-        for bucket in self._buckets:
-            if bucket.handle is not None:
+        for handle in [self._sparse_handle, *(bucket.handle for bucket in self._buckets)]:
+            if handle is not None:
                 with suppress(Exception):
-                    bucket.handle.wait()
+                    handle.wait()
 
     def forget(self) -> None:
         """Give up all buckets, which may still be in the hands of the engine."""
@@ -180,5 +213,6 @@ class BucketSet:
             slot.bucket = slot.view = None
             slot.address = slot.sparse_dim = 0
         self._buckets, self._sparse = [], []
+        self._sparse_handle = None
         self._proposed = None
         self._after_discard = False

@@ -24,10 +24,11 @@ from hvdlite.transport.types import ReduceOp
 from .arguments import whereabouts
 from .compression import Compressor, NoneCompressor
 from .compressors import Exchange, GradientCompressor, Part
-from .progress import announce, wait
+from .progress import announce
+from .slots import Slot
 from .tensors import array_of, dtype_of, tensor_of
 
-__all__ = ["Bucket", "DiscardedStepError", "Place", "Reduction", "Slot", "distribute"]
+__all__ = ["Bucket", "DiscardedStepError", "Place", "Reduction", "distribute"]
 
 _ALIGNMENT = 64
 """Bytes: vector instructions and cache lines like gradients to begin at multiples of it."""
@@ -35,6 +36,13 @@ _ALIGNMENT = 64
 
 class DiscardedStepError(MismatchError):
     """Ranks differ in which steps they take. Buckets are as usable as before."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "Mismatched steps of a DistributedOptimizer: some ranks called zero_grad() after "
+            f"a backward pass that failed, and others, such as rank {hvdlite.rank()}, went on "
+            "to step(). If one rank skips a step, all have to."
+        )
 
 
 # The last flags: this step is discarded; the step before was; it was not.
@@ -51,51 +59,6 @@ class Reduction:
     compression: type[Compressor] | GradientCompressor
     sparse_as_dense: bool
     process_set: ProcessSet
-
-
-class Slot:
-    """A parameter and what has become of its gradient in this step.
-
-    Attributes:
-        name: the parameter's name, the same on all ranks.
-        bucket: where its gradient lives; None before that is agreed, and for sparse ones.
-        sparse_dim: dimensions that its sparse gradients index; 0 for dense gradients.
-        passes: backward passes since the last reduction.
-        pass_number: of the last one.
-        recurs: whether its gradient comes in several pieces within a backward pass.
-        present: whether it had a gradient when its bucket was submitted.
-    """
-
-    __slots__ = (
-        "address",
-        "bucket",
-        "name",
-        "parameter",
-        "pass_number",
-        "passes",
-        "present",
-        "recurs",
-        "sparse_dim",
-        "view",
-    )
-
-    def __init__(self, name: str, parameter: torch.Tensor) -> None:
-        self.name = name
-        self.parameter = parameter
-        self.bucket: Bucket | None = None
-        self.view: Any = None  # a tensor, once there is a bucket
-        self.address = 0
-        self.sparse_dim = 0
-        self.passes = 0
-        self.pass_number = 0
-        self.recurs = False
-        self.present = False
-
-    @property
-    def holds_sparse(self) -> bool:
-        """Whether the parameter has a sparse gradient now."""
-        gradient = self.parameter.grad
-        return gradient is not None and gradient.layout is not torch.strided
 
 
 @dataclass(frozen=True)
@@ -204,8 +167,9 @@ class Bucket:
 
     def _make_view(self, i: int) -> torch.Tensor:
         slot, place = self.slots[i], self.places[i]
-        # detach: as_strided alone would make the view an alias in the eyes of autograd.
-        view = self._flat.as_strided(place.shape, place.stride, self._offsets[i]).detach()
+        # data: as_strided alone would make the view an alias in the eyes of autograd, and all
+        # views would count the changes of each.
+        view = self._flat.as_strided(place.shape, place.stride, self._offsets[i]).data
         slot.view, slot.address = view, view.data_ptr()
         return view
 
@@ -229,10 +193,12 @@ class Bucket:
         if view is None or view.data_ptr() != slot.address:
             # `gradient.data = ...` in user code has moved our view elsewhere.
             view = self._make_view(self.slots.index(slot))
+        slot.inspect()
         view.copy_(gradient.detach())
         if self._direct:
             # From now on autograd accumulates right into the bucket.
             slot.parameter.grad = view
+        slot.follow()
 
     def submit(self, after_discard: bool = False) -> None:
         """Complete the bucket with what this rank has, and begin its reduction.
@@ -299,7 +265,8 @@ class Bucket:
         reduction = self.reduction
         parts = []
         for slot, place, offset in zip(self.slots, self.places, self._offsets, strict=True):
-            flat, view = self._flat[offset : offset + place.elements], slot.view
+            # data: what the compressor writes is no change that the user has made.
+            flat, view = self._flat[offset : offset + place.elements], slot.view.data
             if flat.is_complex():
                 flat, view = torch.view_as_real(flat).view(-1), torch.view_as_real(view)
             parts.append(Part(slot.parameter, place.name, flat, view))
@@ -346,7 +313,7 @@ class Bucket:
             needed = self._needs
             if needed is not None:
                 with suppress(Exception):  # which the exchange raises itself
-                    wait(needed)
+                    needed.wait()
         problem, self._problem = self._problem, None
         if problem is not None:
             raise problem
@@ -362,7 +329,7 @@ class Bucket:
             DiscardedStepError: another rank has discarded this step or the one before.
         """
         assert self.handle is not None
-        wait(self.handle)
+        self.handle.wait()
         self.end_exchange()
         if self._compressed is not None:
             compressed, context = self._compressed
@@ -373,11 +340,7 @@ class Bucket:
         discarded, after_discard, kept = flags[-3:]
         if discarded or (after_discard and kept):
             self.rewind()
-            raise DiscardedStepError(
-                "Mismatched steps of a DistributedOptimizer: some ranks called zero_grad() after "
-                f"a backward pass that failed, and others, such as rank {hvdlite.rank()}, went on "
-                "to step(). If one rank skips a step, all have to."
-            )
+            raise DiscardedStepError
         count = len(self.slots)
         dense, sparse = flags[:count], flags[count : 2 * count]
         for slot, dense_anywhere, sparse_anywhere in zip(self.slots, dense, sparse, strict=True):

@@ -9,7 +9,6 @@ import torch
 
 from .async_ops import allreduce_async
 from .buckets import Reduction
-from .progress import wait
 
 __all__ = ["is_reduced", "reduced"]
 
@@ -45,7 +44,7 @@ def reduced(
         handle = allreduce_async(
             value, name=name, op=reduction.op, process_set=reduction.process_set
         )
-        total = wait(handle)
+        total = handle.wait()
         return total if is_tensor else total.item()
 
     setattr(evaluate, _REDUCED, True)

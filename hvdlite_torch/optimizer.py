@@ -34,6 +34,7 @@ from .compression import Compression, Compressor
 from .compressors import GradientCompressor
 from .names import Label, clean_names
 from .reducer import Reducer
+from .step_reducer import Options, StepReducer
 
 __all__ = ["DistributedOptimizer"]
 
@@ -80,9 +81,10 @@ def DistributedOptimizer(
     zero there; without one on any rank it keeps `grad is None`. The closure of `step(closure)`
     is followed by a reduction each time it is evaluated, of the loss that it returns too.
 
-    Gradients must be complete before something else reads them: call `synchronize()` before
-    clipping, say, and then step within `skip_synchronize()`. `torch.amp.GradScaler` does so
-    by itself.
+    Gradients must be complete before something else reads or changes them: call `synchronize()`
+    before clipping, say, and then step within `skip_synchronize()`. `torch.amp.GradScaler` does
+    so by itself. Where gradients were changed between `backward()` and `step()`, `step()` raises
+    RuntimeError; only what goes through `p.grad.data` or NumPy can it not see.
 
     Args:
         optimizer: any `torch.optim.Optimizer`; the very object is changed and returned.
@@ -154,24 +156,14 @@ def DistributedOptimizer(
     reduction = Reduction(op, 1.0 / factor, factor, compression, bool(sparse_as_dense), process_set)
     members = _groups(num_groups, groups, parameters)
     label = Label(f"DistributedOptimizer.{next(_counters[process_set.process_set_id])}")
-    reducer = _reducer_class(reduction)(
-        optimizer,
-        label,
-        names,
-        members,
-        reduction,
-        passes,
-        (size_of_bucket, min(_FIRST_BUCKET_BYTES, size_of_bucket)),
-    )
-    _attach(optimizer, reducer)
+    sizes = size_of_bucket, min(_FIRST_BUCKET_BYTES, size_of_bucket)
+    _distribute(optimizer, label, Options(names, members, reduction, passes, sizes))
     return optimizer
 
 
-def _reducer_class(reduction: Reduction) -> type[Reducer] | type[AdasumReducer]:
-    return AdasumReducer if reduction.op is ReduceOp.ADASUM else Reducer
-
-
-def _attach(optimizer: torch.optim.Optimizer, reducer: Reducer | AdasumReducer) -> None:
+def _distribute(optimizer: torch.optim.Optimizer, label: Label, options: Options) -> None:
+    kind = AdasumReducer if options.reduction.op is ReduceOp.ADASUM else Reducer
+    reducer: StepReducer = kind(optimizer, label, options)
     handle = optimizer.register_step_pre_hook(reducer.before_step)
     # The user's own hooks are to see what is reduced, whenever they were registered.
     hooks: Any = optimizer._optimizer_step_pre_hooks
@@ -192,7 +184,7 @@ def _attach(optimizer: torch.optim.Optimizer, reducer: Reducer | AdasumReducer) 
     teach_grad_scaler(_before_unscaling, _after_scaled_step)
 
 
-def _pickled(reducer: Reducer | AdasumReducer, protocol: SupportsIndex) -> tuple[Any, ...]:
+def _pickled(reducer: StepReducer, protocol: SupportsIndex) -> tuple[Any, ...]:
     """Take a distributed optimizer apart into a plain one and what else it takes."""
     optimizer = reducer.optimizer
     reduction = reducer.reduction
@@ -207,12 +199,10 @@ def _pickled(reducer: Reducer | AdasumReducer, protocol: SupportsIndex) -> tuple
     state = {key: value for key, value in state.items() if key not in _ATTRIBUTES}
     plain = create(*arguments)
     plain.__setstate__(state)
-    options = {
+    options = vars(reducer.options) | {
         "names": list(reducer.names.items()),
         "groups": list(reducer.groups.items()),
         "reduction": vars(reduction) | {"process_set": None},
-        "passes_per_step": reducer.passes_per_step,
-        "bucket_bytes": reducer.bucket_bytes,
     }
     return _restored, (plain, str(reducer.label), options)
 
@@ -225,8 +215,7 @@ def _restored(plain: torch.optim.Optimizer, label: str, options: dict[str, Any])
     groups.update(options.pop("groups"))
     reduction = Reduction(**options.pop("reduction") | {"process_set": global_process_set})
     copy = Label(label, is_copy=True)
-    reducer_class = _reducer_class(reduction)
-    _attach(plain, reducer_class(plain, copy, names, groups, reduction, **options))
+    _distribute(plain, copy, Options(names, groups, reduction, **options))
     return plain
 
 

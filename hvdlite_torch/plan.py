@@ -15,8 +15,8 @@ from hvdlite import Handle, MismatchError, ProcessSet
 from hvdlite.engine.submit import submit_allgather, submit_allreduce
 from hvdlite.transport.types import ReduceOp
 
-from .buckets import Place, Reduction, Slot
-from .progress import wait
+from .buckets import Place, Reduction
+from .slots import Slot
 from .tensors import is_dense
 
 __all__ = ["Proposal", "agree_on_kinds", "agreed_places", "propose_places"]
@@ -122,7 +122,7 @@ def _kind(slot: Slot) -> int:
 
 def _maximum(values: list[int], name: str, process_set: ProcessSet) -> list[int]:
     array = np.array(values, dtype=np.uint8)
-    wait(submit_allreduce([array], [array], name=name, op=ReduceOp.MAX, process_set=process_set))
+    submit_allreduce([array], [array], name=name, op=ReduceOp.MAX, process_set=process_set).wait()
     return [int(value) for value in array]
 
 

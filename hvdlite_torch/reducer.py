@@ -18,12 +18,14 @@ from hvdlite.world import engine
 
 from .arguments import checked_integer, whereabouts
 from .bucket_set import BucketSet
-from .buckets import Bucket, DiscardedStepError, Reduction, Slot
+from .buckets import Bucket, DiscardedStepError
 from .closures import is_reduced, reduced
 from .eager import eager
 from .names import Label
 from .passes import BackwardPasses
 from .progress import announce
+from .slots import Slot, refuse_changes
+from .step_reducer import Options, StepReducer
 
 __all__ = ["Reducer"]
 
@@ -38,42 +40,17 @@ class _Settled(enum.Enum):
     BY_USER = enum.auto()
 
 
-class Reducer:
-    """Reduces the gradients of one optimizer. The optimizer owns it and is only known weakly.
+class Reducer(StepReducer):
+    """Reduces the gradients of one optimizer.
 
     A step goes through these states: gradients accumulate, and full buckets get under way;
     `settle()` completes the rest and waits; then nothing happens until fresh gradients come,
     `zero_grad()` is called or the optimizer has stepped.
-
-    Args:
-        optimizer: whose `step()` has to wait for reduced gradients.
-        label: identifies the optimizer across ranks.
-        names: names of parameters, the same on all ranks (a `WeakIdKeyDictionary`, so that
-            a parameter that is gone cannot be taken for a new one).
-        groups: numbers of the explicit groups of parameters, likewise.
-        reduction: how to combine gradients.
-        passes_per_step: backward passes that accumulate before a reduction.
-        bucket_bytes: size of a bucket, and of the first one.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        label: Label,
-        names: Any,
-        groups: Any,
-        reduction: Reduction,
-        passes_per_step: int,
-        bucket_bytes: tuple[int, int],
-    ) -> None:
-        self.label = label
-        self.names = names
-        self.groups = groups
-        self.reduction = reduction
-        self.passes_per_step = passes_per_step
-        self.bucket_bytes = bucket_bytes
-        self._optimizer = weakref.ref(optimizer)
-        self._buckets = BucketSet(label, groups, reduction, bucket_bytes)
+    def __init__(self, optimizer: torch.optim.Optimizer, label: Label, options: Options) -> None:
+        super().__init__(optimizer, label, options)
+        self._buckets = BucketSet(label, self.groups, self.reduction, self.bucket_bytes)
         self._slots: dict[int, Slot] = {}
         self._observed: list[Slot] = []
         self._passes = BackwardPasses()
@@ -92,14 +69,6 @@ class Reducer:
         if self.active:
             self._adopt(optimizer)
         weakref.finalize(self, _remove, self._hooks).atexit = False
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer whose gradients these are."""
-        optimizer = self._optimizer()
-        if optimizer is None:
-            raise ReferenceError("The optimizer of this reducer does not exist any more.")
-        return optimizer
 
     def _meet_engine(self) -> None:
         """Begin anew where hvdlite has been shut down and initialised again."""
@@ -152,10 +121,14 @@ class Reducer:
         number = self._passes.current(self._pass_ended)
         with self._lock:
             self._account(slot, number)
+            slot.observe()
 
     def _account(self, slot: Slot, number: int) -> None:
         bucket = slot.bucket
-        under_way = bucket is not None and bucket.handle is not None
+        if slot.sparse_dim:
+            under_way = self._buckets.has_sent_sparse
+        else:
+            under_way = bucket is not None and bucket.handle is not None
         if number == slot.pass_number and slot.passes:
             if not slot.recurs and under_way:
                 raise RuntimeError(
@@ -186,13 +159,15 @@ class Reducer:
             self._observed.append(slot)
         if slot.passes == self.passes_per_step:
             self._completed += 1
-        if bucket is None or slot.sparse_dim or slot.holds_sparse:
-            return
-        if bucket.handle is not None:
+        if under_way:
             raise RuntimeError(
                 f"{whereabouts()}: the gradient of {slot.name!r} came when its bucket was "
                 "under way already: requires_grad changed between backward passes of one step."
             )
+        if slot.sparse_dim and slot.passes == self.passes_per_step:
+            self._buckets.submit_sparse_if_complete(self.passes_per_step)
+        if bucket is None or slot.sparse_dim or slot.holds_sparse:
+            return
         bucket.take(slot)
         if slot.passes == self.passes_per_step:
             bucket.ready += 1
@@ -212,6 +187,7 @@ class Reducer:
             self._buckets.propose(self._in_observed_order(slots))
             announce(self)
 
+    @torch.inference_mode(False)  # of whoever waits: buckets outlast it
     def advance(self) -> bool:
         """Submit buckets that have been agreed upon, and return whether others have not."""
         if self._lock.acquire(blocking=False):
@@ -228,6 +204,7 @@ class Reducer:
             )
             if bucket.is_complete():
                 self._buckets.submit(bucket)
+        self._buckets.submit_sparse_if_complete(self.passes_per_step)
 
     @eager
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
@@ -248,8 +225,7 @@ class Reducer:
         if self._completed:
             with self._lock:
                 self._discard()
-        optimizer = self.optimizer
-        type(optimizer).zero_grad(optimizer, *args, **kwargs)
+        self.reset_gradients(*args, **kwargs)
         with self._lock:
             self._begin_anew()
         self._settled = None
@@ -265,7 +241,7 @@ class Reducer:
 
     def _begin_anew(self) -> None:
         for slot in self._slots.values():
-            slot.passes = 0
+            slot.forget()
         self._passes.forget()
         self._completed = 0
         self._fresh = False
@@ -365,6 +341,7 @@ class Reducer:
             self._meet_engine()
         if not self.active:
             return
+        changed = [slot for slot in self._slots.values() if slot.inspect()]
         try:
             self._adopt(self.optimizer)
             if self._buckets.is_agreeing:
@@ -380,6 +357,9 @@ class Reducer:
                 self._buckets.drain()
             self._forget()
             raise
+        else:
+            # Only now: other ranks, which may have changed nothing, have what they wait for.
+            refuse_changes(changed)
         finally:
             self._begin_anew()
 

@@ -16,7 +16,25 @@ from .compression import Compression, Compressor
 from .eager import eager
 from .tensors import dtype_of, source_of, tensor_of
 
-__all__ = ["SparseHandle", "SparsePart", "exchange_sparse", "sparse_allreduce_async"]
+__all__ = [
+    "SparseHandle",
+    "SparsePart",
+    "SparseSums",
+    "exchange_sparse",
+    "sparse_allreduce_async",
+]
+
+
+class SparseSums(NamedTuple):
+    """What has become of several sparse tensors.
+
+    Attributes:
+        totals: a coalesced tensor for each part, or None where no rank had anything.
+        notes: what the ranks had to say besides, in rank order.
+    """
+
+    totals: list[torch.Tensor | None]
+    notes: list[int]
 
 
 class SparsePart(NamedTuple):
@@ -39,14 +57,19 @@ def exchange_sparse(
     op: ReduceOp,
     process_set: ProcessSet,
     compression: type[Compressor] = Compression.none,
+    note: int = 0,
 ) -> Handle:
     """Begin the reduction of several sparse tensors as one request.
 
+    Args:
+        note: from 0 to 255, for all ranks to know.
+
     Returns:
-        A handle whose result has a coalesced tensor for each part, or None where no rank had
-        anything.
+        A handle whose result is a `SparseSums`.
     """
-    present = torch.tensor([[part.gradient is not None for part in parts]], dtype=torch.uint8)
+    present = torch.tensor(
+        [[note, *(part.gradient is not None for part in parts)]], dtype=torch.uint8
+    )
     tensors = [present]
     contexts = []
     for part in parts:
@@ -62,9 +85,10 @@ def exchange_sparse(
     )
     divisor = process_set.size() if op is ReduceOp.AVERAGE else 1
 
-    def convert(arrays: list[Any]) -> list[torch.Tensor | None]:
+    def convert(arrays: list[Any]) -> SparseSums:
         gathered = [tensor_of(a, t.dtype) for a, t in zip(arrays, tensors, strict=True)]
-        anywhere = gathered[0].any(0).tolist()
+        notes = gathered[0][:, 0].tolist()
+        anywhere = gathered[0][:, 1:].any(0).tolist()
         results: list[torch.Tensor | None] = []
         for i, part in enumerate(parts):
             if not anywhere[i]:
@@ -74,7 +98,7 @@ def exchange_sparse(
             values = compression.decompress(values, contexts[i])
             total = _sum(indices, values, divisor, part.like.shape)
             results.append(total.to(part.like.device))
-        return results
+        return SparseSums(results, notes)
 
     handle.convert = convert
     return handle
@@ -126,7 +150,7 @@ class SparseHandle:
 
     def wait(self, timeout: float | None = None) -> torch.Tensor:
         """Wait for the reduction and return the coalesced tensor."""
-        result: torch.Tensor = self._handle.wait(timeout)[0]
+        result: torch.Tensor = self._handle.wait(timeout).totals[0]
         return result
 
 

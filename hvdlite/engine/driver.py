@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from ..log import logger
 from ..transport.waiting import Pacer
 
-__all__ = ["IDLE", "Driver"]
+__all__ = ["IDLE", "Driver", "while_waiting"]
 
 IDLE = 0.25
 """Seconds between looks for messages of the stall inspector while there is nothing to do."""
@@ -29,6 +29,25 @@ _BURST = 5e-5
 _CALLER_BURST = 1e-3
 _CALLER_TESTS = 16
 """A step costs as much as twenty tests, and delays what is about to complete by that."""
+
+
+_REENTERED = (
+    "a signal handler (or a finalizer) waits for a collective, or for shutdown(), in the middle of "
+    "another one of the same thread, which cannot go on before the handler returns. Let the "
+    "handler set a flag, look at it between training steps, and communicate there."
+)
+
+
+_meanwhile: list[Callable[[], None]] = []
+
+
+def while_waiting(function: Callable[[], None]) -> None:
+    """Have every caller that waits, in any thread, call a function between two steps.
+
+    It may submit, and must not wait nor raise. For what other ranks may need before they submit
+    what the caller waits for.
+    """
+    _meanwhile.append(function)
 
 
 class _Attention:
@@ -63,9 +82,10 @@ class Driver:
         due: Callable[[], float | None],
         affinity: int | None = None,
     ) -> None:
-        self.lock = threading.Lock()
+        # Reentrant ones: a signal handler runs in the middle of whatever the main thread does.
+        self.lock = threading.RLock()
         """Guards what callers hand in."""
-        self.drive = threading.Lock()
+        self.drive = threading.RLock()
         """Held by whoever takes a step."""
         self._step = step
         self._due = due
@@ -115,10 +135,26 @@ class Driver:
             if not self._callers and (self._news or self._due() != IDLE):
                 self.wake()
 
-    def drive_until(self, done: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Take steps in the calling thread; return whether `done` came to hold in time."""
+    def refuse_reentry(self) -> None:
+        """Raise RuntimeError where this thread is in the middle of a step."""
+        if self.drive._is_owned():  # type: ignore[attr-defined]
+            raise RuntimeError(_REENTERED)
+
+    def drive_until(
+        self, done: Callable[[], bool], timeout: float | None = None, *, leaving: bool = False
+    ) -> bool:
+        """Take steps in the calling thread; return whether `done` came to hold in time.
+
+        Args:
+            leaving: whether nothing can be submitted any more.
+
+        Raises:
+            RuntimeError: this thread is in the middle of a step, which only a signal handler,
+                or what the garbage collector calls, can be.
+        """
         if done():
             return True
+        self.refuse_reentry()
         deadline = None if timeout is None else time.monotonic() + timeout
         pacer = Pacer(_CALLER_BURST)
         with self.attended():
@@ -130,6 +166,8 @@ class Driver:
                         self.drive.release()
                     if moved:
                         pacer.progressed()
+                for function in () if leaving else _meanwhile:
+                    function()
                 if done():
                     return True
                 left = 1.0 if deadline is None else deadline - time.monotonic()

@@ -115,6 +115,11 @@ class Engine:
         """Start the background thread."""
         self._driver.start()
 
+    def undo(self) -> None:
+        """Free what was made, where the engine is not going to be started (collective)."""
+        for set_id in list(self.channels):
+            self._free(set_id)
+
     def submit(
         self,
         set_id: int,
@@ -209,11 +214,12 @@ class Engine:
         more (and got an error) or leaves as well.
         """
         self._refuse_fork()
+        self._driver.refuse_reentry()
         with self._driver.lock:
             self._closing = reason
             self._driver.wake()
         if self._failure is None:
-            self._driver.drive_until(self._closed)
+            self._driver.drive_until(self._closed, leaving=True)
         self._driver.stop()
         self._timeline.finish()
         if self._failure is None:
@@ -418,7 +424,7 @@ class Engine:
             return
         (set_id,) = response.request.splits
         channel = self.channels.get(set_id)
-        if channel is not None:
+        if channel is not None and set_id not in self._removed:
             channel.negotiator.leave(REMOVED, now=True)
             self._removed.append(set_id)
         entry.handle.finish(None)

@@ -25,7 +25,8 @@ _STYLE = """
 body { font: 14px/1.45 system-ui, sans-serif; color: var(--text); background: var(--back);
   max-width: 1000px; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
-svg { width: 100%; height: auto; } svg text { fill: var(--text); font-size: 12px; }
+.wide { overflow-x: auto; } svg { width: 100%; min-width: 40rem; height: auto; }
+svg text { fill: var(--text); font-size: 12px; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 td, th { padding: .2rem .5rem; border-bottom: 1px solid var(--line); text-align: right; }
 td:first-child, th:first-child { text-align: left; overflow-wrap: anywhere; }
@@ -87,8 +88,9 @@ def _legend(*entries: tuple[str, str]) -> str:
 def _svg(rows: int, content: Iterable[str], label: str) -> str:
     height = max(rows, 1) * _ROW + 24
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img" '
-        f'aria-label="{_text(label)}">{"".join(content)}</svg>'
+        f'<div class="wide"><svg xmlns="http://www.w3.org/2000/svg" '
+        f'viewBox="0 0 {_WIDTH} {height}" role="img" '
+        f'aria-label="{_text(label)}">{"".join(content)}</svg></div>'
     )
 
 
@@ -110,11 +112,12 @@ def _rect(row: float, colour: str, x: float, width: float, height: float, title:
 def _axis(rows: int, most: float, unit: str) -> str:
     y = rows * _ROW + 2
     space = _WIDTH - _LABELS
+    anchors = "start", "middle", "middle", "middle", "end"
     line = f'<line class="axis" x1="{_LABELS}" x2="{_WIDTH}" y1="{y}" y2="{y}"/>'
     ticks = (
-        f'<text x="{_LABELS + space * share - (30 if share == 1 else 0):.0f}" y="{y + 16}" '
-        f'text-anchor="{"start" if not share else "middle"}">{most * share:.4g} {unit}</text>'
-        for share in (0, 0.25, 0.5, 0.75, 1)
+        f'<text x="{_LABELS + space * share:.0f}" y="{y + 16}" '
+        f'text-anchor="{anchor}">{most * share:.4g} {unit}</text>'
+        for share, anchor in zip((0, 0.25, 0.5, 0.75, 1), anchors, strict=True)
     )
     return line + "".join(ticks)
 
@@ -195,6 +198,7 @@ def _table(table: Table) -> str:
 
     body = "".join(row(cells, "td") for cells in table.rows)
     return (
-        f"<h2>{_text(table.title)}</h2><table><thead>{row(table.columns, 'th')}</thead>"
-        f"<tbody>{body}</tbody></table><p>{_text(table.note)}</p>"
+        f'<h2>{_text(table.title)}</h2><div class="wide"><table>'
+        f"<thead>{row(table.columns, 'th')}</thead><tbody>{body}</tbody></table></div>"
+        f"<p>{_text(table.note)}</p>"
     )

@@ -89,8 +89,13 @@ class GradientCompressor(Compressor):
         return state
 
     def keep(self, part: Part, state: State) -> None:
-        """Keep what `exchange` has returned, now that the gradient is known to be used."""
-        self._states[part.parameter] = state
+        """Keep what `exchange` has returned, now that some rank is known to have a gradient.
+
+        Unless that of all ranks is not finite: the step will be skipped, or the run is lost, and
+        what was kept before is still good, also on ranks whose own gradient is finite.
+        """
+        if bool(torch.isfinite(part.flat).all()):
+            self._states[part.parameter] = state
 
     def with_residual(self, part: Part) -> torch.Tensor:
         """Return a copy of the gradient to work on, with what was not sent before."""
@@ -102,13 +107,7 @@ class GradientCompressor(Compressor):
 
     def residual(self, part: Part, rest: torch.Tensor) -> State:
         """Return the part of the state that says what was not sent."""
-        if not self.error_feedback:
-            return {}
-        if not bool(torch.isfinite(rest).all()):
-            # The step will be skipped, or the run is lost; what was kept is still good.
-            old = self.state_of(part).get("residual")
-            return {} if old is None else {"residual": old}
-        return {"residual": rest}
+        return {"residual": rest} if self.error_feedback else {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in vars(self).items() if key != "_states"}

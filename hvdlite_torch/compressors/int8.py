@@ -64,9 +64,8 @@ class Int8Compressor(GradientCompressor):
                 total.add_(kept)
         scales, integers = _quantized(sums)
         for i, (total, (tensor, _, _, _)) in enumerate(zip(sums, places, strict=True)):
-            rest = total - integers[i].to(total.dtype) * scales[i]
-            if self.error_feedback and bool(torch.isfinite(rest).all()):
-                states[tensor]["slice"] = rest
+            if self.error_feedback:
+                states[tensor]["slice"] = total - integers[i].to(total.dtype) * scales[i]
         result = torch.cat(
             [*(whole.view(torch.uint8) for whole in integers), scales.view(torch.uint8)]
         )

@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hvdlite.transport.mpi_communicator import MPICommunicator
+
 from .expected import assert_equal
 from .jobs import run_job, run_python
 
@@ -132,6 +134,37 @@ def test_init_with_process_sets(restarted, hvd, world):
     if world.rank in (1, 2):
         result = hvd.allreduce(np.full(3, world.rank), op=hvd.Sum, process_set=sets[1])
         assert_equal(result, np.full(3, 3))
+    _works(hvd, world)
+
+
+@pytest.mark.np(1, 2, 3)
+def test_an_init_that_fails_leaves_nothing_behind(restarted, hvd, world, monkeypatch):
+    made = []
+    create = MPICommunicator.__init__
+
+    def counted(self, *args, **kwargs):
+        create(self, *args, **kwargs)
+        made.append(self)
+
+    monkeypatch.setattr(MPICommunicator, "__init__", counted)
+    good = hvd.ProcessSet([0])
+    bad = {
+        "the ranks of this job are 0 to": hvd.ProcessSet([world.size]),
+        "is registered already": list(world.ranks),
+        "takes a sequence of ranks": 5,
+    }
+    hvd.shutdown()
+    for text, process_set in bad.items():
+        with pytest.raises((ValueError, TypeError), match=text):
+            hvd.init(process_sets=[good, process_set] if world.size > 1 else [process_set])
+        assert not hvd.is_initialized()
+        assert good.process_set_id is None
+        assert hvd.global_process_set.ranks is None
+    # Each time those of the job, of the set, and of their transports.
+    assert len(made) >= 2 * len(bad)
+    assert not [one for one in made if one._owned]
+    monkeypatch.undo()
+    restarted(process_sets=[good] if world.size > 1 else [])
     _works(hvd, world)
 
 

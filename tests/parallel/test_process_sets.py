@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -142,6 +144,40 @@ def test_added_and_removed_again(hvd, world):
             hvd.allreduce(np.ones(3), process_set=group)
     assert all(identity is not None and identity > 0 for identity in identities)
     assert_equal(hvd.allreduce(np.ones(3), op=hvd.Sum), np.full(3, float(world.size)))
+
+
+@pytest.mark.np(2, 3)
+def test_threads_that_add_or_remove_one_set_at_once(hvd, world):
+    def at_once(function):
+        """Call it in three threads at once; return what they return or raise."""
+        results = []
+        start = threading.Barrier(3)
+
+        def work():
+            start.wait(20)
+            try:
+                results.append(function())
+            except Exception as error:
+                results.append(error)
+
+        threads = [threading.Thread(target=work, daemon=True) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        assert not any(thread.is_alive() for thread in threads), "a thread waits for ever"
+        return results
+
+    for _ in range(10):
+        added = at_once(lambda: hvd.add_process_set(list(world.ranks)[:-1]))
+        (group,) = [one for one in added if isinstance(one, hvd.ProcessSet)]
+        refused = [error for error in added if error is not group]
+        assert [type(error) for error in refused] == [ValueError] * 2
+        assert all("is registered already" in str(e) or "another thread" in str(e) for e in refused)
+        removed = at_once(lambda group=group: hvd.remove_process_set(group))
+        assert sorted(removed, key=str) == [False, False, True]
+        assert not hvd.remove_process_set(group)
+        assert_equal(hvd.allreduce(np.ones(3), op=hvd.Sum), np.full(3, float(world.size)))
 
 
 @pytest.mark.np(2, 3)

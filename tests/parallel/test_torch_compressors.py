@@ -212,6 +212,35 @@ def test_infinities_reach_every_rank_and_leave_no_trace(hvd, world, comm, kind, 
             assert bool(torch.isfinite(p.grad).all()) == (step != 1), (step, name)
 
 
+@pytest.mark.np(2, 3)
+@pytest.mark.parametrize("who", ["every rank", "the last rank"])
+def test_nothing_that_int8_owes_is_lost_in_a_step_that_is_not_finite(hvd, world, comm, who):
+    """What was sent and what is still kept, here and in slices, add up to the gradients."""
+    compressor = hvd.Compression.int8()
+    weight = nn.Parameter(torch.zeros(11, dtype=torch.float64))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([weight], lr=1.0), [("weight", weight)], compressor
+    )
+    gradients = [[_gradient(s, r, "matrix").flatten()[:11] for r in world.ranks] for s in range(3)]
+    sent = torch.zeros(11, dtype=torch.float64)
+    for step in range(3):
+        optimizer.zero_grad()
+        gradient = gradients[step][world.rank].clone()
+        if step == 1 and (who == "every rank" or world.rank == world.size - 1):
+            gradient[5] = torch.inf
+        (gradient * weight).sum().backward()
+        optimizer.synchronize()
+        if step != 1:
+            sent += weight.grad
+    state = compressor._states[weight]
+    slices = torch.cat(comm.allgather(state["slice"]))
+    residuals = comm.allgather(state["residual"])
+    assert slices.abs().max() > 0
+    total = sent + slices + sum(residuals) / world.size
+    wanted = sum(gradients[0] + gradients[2]) / world.size
+    torch.testing.assert_close(total, wanted, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("kind", COMPRESSORS)
 def test_branches_unused_parameters_and_frozen_ones(hvd, world, comm, kind):
     model = Branches()

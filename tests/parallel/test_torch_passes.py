@@ -102,7 +102,8 @@ def test_too_many_passes_are_still_seen(hvd, world, reentrant):
         model(inputs_of(0, world.rank), reentrant, True).sum().backward()
         with pytest.raises(AssertionError, match=f"rank {world.rank}: .*backward_passes_per_step"):
             model(inputs_of(0, world.rank), reentrant, True).sum().backward()
-        optimizer.step()
+        with pytest.raises(RuntimeError, match="were changed"):
+            optimizer.step()
         optimizer.zero_grad()
 
 
@@ -254,6 +255,51 @@ def test_optimizers_step_in_another_order_on_each_rank(hvd, world, comm, separat
             simulate(alone[i], plain[i], loss, [10 * step + i], world.size)
             assert_close(parameters_of(models[i]), parameters_of(alone[i]), f"{step}", 1e-11)
             assert_same_on_all_ranks(comm, models[i].parameters())
+
+
+@pytest.mark.np(2, 3)
+@pytest.mark.parametrize("what", ["allreduce", "barrier", "object"])
+def test_collectives_before_or_after_the_first_step(hvd, world, comm, what):
+    """As rank 0 steps first, and the others do so last, the agreement on buckets is between."""
+    model, alone = Deep(), Deep()
+    optimizer = hvd.DistributedOptimizer(make_adamw(model), model.named_parameters())
+    plain = make_adamw(alone)
+
+    def communicate():
+        with torch.inference_mode():  # of which no bucket may take notice
+            if what == "allreduce":
+                assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [world.size] * 2
+            elif what == "barrier":
+                hvd.barrier()
+            else:
+                assert hvd.broadcast_object("metric", 0) == "metric"
+
+    def loss(model, step, rank):
+        return model(inputs_of(step, rank)).square().sum()
+
+    for step in range(3):
+        optimizer.zero_grad()
+        loss(model, step, world.rank).backward()
+        if world.rank:
+            communicate()
+        optimizer.step()
+        if not world.rank:
+            communicate()
+        simulate(alone, plain, loss, [step], world.size)
+        assert_close(parameters_of(model), parameters_of(alone), f"{step}", 1e-11)
+        assert_same_on_all_ranks(comm, model.parameters())
+
+
+@pytest.mark.np(2)
+def test_leaving_between_the_first_backward_and_its_step(hvd, world, comm):
+    for _ in range(3):
+        model = Deep()
+        optimizer = hvd.DistributedOptimizer(make_adamw(model), model.named_parameters())
+        model(inputs_of(0, world.rank)).sum().backward()
+        hvd.shutdown()
+        hvd.init()
+    optimizer.step()  # of which everything is still to be reduced
+    assert_same_on_all_ranks(comm, model.parameters())
 
 
 @pytest.mark.np(2, 3)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -134,3 +136,115 @@ def test_sparse_on_one_rank_and_dense_on_another(hvd, world, comm, late):
         optimizer.step()
         simulate(alone, plain, loss, [step], world.size)
         assert_close(parameters_of(model), parameters_of(alone), f"step {step}", 1e-11)
+
+
+# -- steps of sparse gradients ----------------------------------------------------------------
+
+
+def _tables(count=2):
+    torch.manual_seed(11)
+    return [nn.Embedding(6, 2, sparse=True, dtype=F64) for _ in range(count)]
+
+
+def _sum_of(tables, rank, step):
+    return sum((table(torch.tensor([rank, step % 6])) ** 2).sum() for table in tables)
+
+
+@pytest.mark.np(2, 3, 4)
+def test_optimizers_with_sparse_gradients_step_in_another_order_on_each_rank(hvd, world, comm):
+    groups, alone = [_tables(), _tables()], [_tables(), _tables()]
+
+    def optimizer_of(tables):
+        return torch.optim.SparseAdam([table.weight for table in tables], lr=0.1)
+
+    optimizers = [hvd.DistributedOptimizer(optimizer_of(tables)) for tables in groups]
+    plain = [optimizer_of(tables) for tables in alone]
+    for step in range(4):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for tables in groups:
+            _sum_of(tables, world.rank, step).backward()
+        for optimizer in optimizers[:: 1 if (world.rank + step) % 2 else -1]:
+            optimizer.step()
+        for tables, optimizer in zip(alone, plain, strict=True):
+            optimizer.zero_grad()
+            sum(_sum_of(tables, rank, step) / world.size for rank in world.ranks).backward()
+            optimizer.step()
+    for mine, reference in zip(itertools.chain(*groups), itertools.chain(*alone), strict=True):
+        assert_close(mine.weight.detach(), reference.weight.detach(), "", 1e-11)
+        assert_same_on_all_ranks(comm, [mine.weight])
+
+
+@pytest.mark.np(2, 3)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_who_discards_sparse_gradients_alone_is_found_out(hvd, world, comm, when):
+    """Rank 1 fails before or after its gradients are under way; the others know nothing of it."""
+    tables = _tables()
+    weights = [table.weight for table in tables]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(weights, lr=0.1))
+    for step in range(2):
+        optimizer.zero_grad()
+        _sum_of(tables, world.rank, step).backward()
+        optimizer.step()
+    before = [weight.detach().clone() for weight in weights]
+
+    def fail(_):
+        raise ZeroDivisionError("in a hook")
+
+    def backward():
+        optimizer.zero_grad()
+        _sum_of(tables, world.rank, 2).backward()
+
+    if world.rank == 1:
+        # After the hooks of hvdlite; both gradients have come where the last of them fails.
+        order = []
+        hooks = [
+            w.register_post_accumulate_grad_hook(lambda w: order.append(id(w))) for w in weights
+        ]
+        backward()
+        optimizer.synchronize()
+        by_time = sorted(weights, key=lambda weight: order.index(id(weight)))
+        failing = by_time[0 if when == "before" else -1]
+        hooks.append(failing.register_post_accumulate_grad_hook(fail))
+        with pytest.raises(ZeroDivisionError):
+            backward()
+        for hook in hooks:
+            hook.remove()
+        optimizer.zero_grad()
+    else:
+        backward()
+        optimizer.synchronize()
+        backward()
+        if when == "before":
+            with pytest.raises(hvd.MismatchError, match=f"rank {world.rank}.*all have to"):
+                optimizer.step()
+            assert all(torch.equal(w, b) for w, b in zip(weights, before, strict=True))
+        else:  # the others cannot know yet
+            optimizer.step()
+    backward()
+    if when == "before":
+        optimizer.step()
+        assert_same_on_all_ranks(comm, weights)
+    else:
+        with pytest.raises(hvd.MismatchError, match="all have to"):
+            optimizer.step()
+
+
+@pytest.mark.np(2)
+def test_a_sparse_gradient_that_comes_after_the_others_are_under_way(hvd, world, comm):
+    tables = _tables()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([table.weight for table in tables], lr=0.1)
+    )
+    _sum_of(tables, world.rank, 0).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    tables[1].weight.requires_grad_(False)
+    _sum_of(tables, world.rank, 1).backward()
+    tables[1].weight.requires_grad_(True)
+    with pytest.raises(RuntimeError, match=f"rank {world.rank}: .*requires_grad changed"):
+        _sum_of(tables[1:], world.rank, 1).backward()
+    optimizer.zero_grad()
+    _sum_of(tables, world.rank, 2).backward()
+    optimizer.step()  # both ranks have discarded the same
+    assert_same_on_all_ranks(comm, [table.weight for table in tables])

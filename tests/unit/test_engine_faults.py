@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 import threading
 
 import numpy as np
@@ -362,3 +363,100 @@ def test_a_handle_does_not_outlive_its_engine_undone(monkeypatch):
         assert handle.done()
         with pytest.raises(HvdliteInternalError, match="ZeroDivisionError"):
             handle.wait(timeout=5)
+
+
+# -- signal handlers ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_signal():
+    """Have a function called when SIGUSR1 arrives, for the length of a test."""
+    before = signal.getsignal(signal.SIGUSR1)
+
+    def set_handler(function):
+        signal.signal(signal.SIGUSR1, lambda *_: function())
+
+    yield set_handler
+    signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize("call", ["wait", "shutdown", "wait with a timeout"])
+@pytest.mark.parametrize("caught", [True, False])
+def test_a_signal_handler_that_waits_in_the_middle_of_a_step_is_told(
+    on_signal, monkeypatch, call, caught
+):
+    job = Job(1)
+    engine = job.engines[0]
+    errors = []
+
+    def handler():
+        try:
+            if call == "shutdown":
+                engine.shutdown("by a handler")
+            else:
+                job.submit(0, "inner").wait(5 if "timeout" in call else None)
+        except RuntimeError as error:
+            errors.append(error)
+            if not caught:
+                raise
+
+    on_signal(handler)
+    inspect = engine._inspect
+
+    def interrupted():
+        if not errors:
+            signal.raise_signal(signal.SIGUSR1)
+        inspect()
+
+    monkeypatch.setattr(engine, "_inspect", interrupted)
+    handle = job.submit(0, "outer")
+    if caught:
+        np.testing.assert_array_equal(handle.wait()[0], [1.0, 1.0])
+        assert not engine.failed
+        job.submit(0, "next").wait()
+    else:
+        try:
+            handle.wait()  # which may have been completed before
+        except HvdliteInternalError as error:
+            assert "a signal handler" in str(error)
+        assert engine.failed
+        with pytest.raises(HvdliteInternalError, match="a signal handler .* waits"):
+            job.submit(0, "next")
+    assert "set a flag" in str(errors[0])
+
+
+def test_a_signal_handler_may_submit_anywhere_and_wait_between_steps(on_signal, monkeypatch):
+    job = Job(1)
+    engine = job.engines[0]
+    results = []
+
+    class Names(dict):
+        """Names in flight, interrupted by a signal when one is looked up, with a lock held."""
+
+        def __contains__(self, name):
+            if name == "outer" and not results:
+                signal.raise_signal(signal.SIGUSR1)
+            return super().__contains__(name)
+
+    on_signal(lambda: results.append(job.submit(0, "inner").wait()[0]))
+    monkeypatch.setitem(engine._names, GLOBAL_SET, Names())
+    np.testing.assert_array_equal(job.submit(0, "outer").wait()[0], [1.0, 1.0])
+    np.testing.assert_array_equal(results, [[1.0, 1.0]])
+
+
+def test_a_process_set_that_is_removed_twice_at_once():
+    job = Job(3)
+    adding = [job.submit(r, None, kind=Kind.ADD_PROCESS_SET, splits=(0, 1)) for r in range(3)]
+    job.run(lambda: all(h.done() for h in adding))
+    (set_id,) = {h.wait() for h in adding}
+    removing = [
+        job.submit(r, None, kind=Kind.REMOVE_PROCESS_SET, splits=(set_id,))
+        for r in [*range(3), *range(3)]
+    ]
+    job.run(lambda: all(h.done() for h in removing))
+    job.run(lambda: all(set_id not in engine.channels for engine in job.engines))
+    after = [job.submit(r, "after") for r in range(3)]
+    job.run(lambda: all(h.done() for h in after))
+    assert not any(engine.failed for engine in job.engines)
+    for handle in [*removing, *after]:
+        handle.wait()

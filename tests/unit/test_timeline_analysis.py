@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -237,18 +236,3 @@ def test_the_page_of_a_long_timeline_stays_light(tmp_path):
     events = [batch("move", ("w",), i * 1e-3, i * 1e-3 + 5e-4, i) for i in range(50_000)]
     write_trace(str(tmp_path / "t.json"), [RankEvents(0, 0.0, events, 0)], 1)
     assert len(page(analyse(load(tmp_path / "t.json")), "t", 10)) < 300_000
-
-
-def _browser():
-    names = ("chromium", "chromium-browser", "google-chrome", "chrome", "chrome-headless-shell")
-    return next((found for name in names if (found := shutil.which(name))), None)
-
-
-@pytest.mark.skipif(_browser() is None, reason="no Chromium in PATH")
-def test_the_page_opens_in_a_browser(path, tmp_path):
-    assert main([str(path), "--html", str(tmp_path / "t.html")]) == 0
-    command = [_browser(), "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
-    command += [f"--user-data-dir={tmp_path / 'profile'}", f"file://{tmp_path / 't.html'}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("<svg") == 4 and "Slowest tensors" in done.stdout
