@@ -1,9 +1,11 @@
-"""Gradients gathered in buckets: persistent memory that is reduced as it is.
+"""Gradients that are reduced together, where they are or gathered in persistent memory.
 
-A parameter's gradient becomes a view of its bucket, which costs one copy on the way in and
-none on the way out. Behind the gradients a bucket carries two flags for each of them, which
-are reduced along: whether any rank has a gradient, and whether it is a sparse one. The last
-flags tell the ranks apart that discarded a step.
+Where the ranks reach each other's memory, a bucket borrows the gradients that backward has made,
+and nothing is copied. Elsewhere, and where a gradient cannot be lent, it becomes a view of the
+bucket's memory, which costs one copy on the way in and none on the way out. Behind the gradients
+a bucket carries two flags for each of them, which are reduced along: whether any rank has a
+gradient, and whether it is a sparse one. The last flags tell the ranks apart that discarded a
+step.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import torch
 
 import hvdlite
 from hvdlite import Handle, MismatchError, ProcessSet
-from hvdlite.engine.submit import allocate_buffer, submit_allreduce
+from hvdlite.engine.submit import allocate_buffer, reduces_scattered, submit_allreduce
 from hvdlite.transport.types import ReduceOp
 
 from .arguments import whereabouts
@@ -26,7 +28,7 @@ from .compression import Compressor, NoneCompressor
 from .compressors import Exchange, GradientCompressor, Part
 from .progress import announce
 from .slots import Slot
-from .tensors import array_of, dtype_of, tensor_of
+from .tensors import array_of, dtype_of, is_lendable, lent_array, tensor_of
 
 __all__ = ["Bucket", "DiscardedStepError", "Place", "Reduction", "distribute"]
 
@@ -127,7 +129,11 @@ class Bucket:
             end += -(-place.elements // align) * align
         count = len(places)
         flags = 2 * count + len(_KEPT)
-        buffer = allocate_buffer((end + flags) * dtype.itemsize, reduction.process_set)
+        nbytes = (end + flags) * dtype.itemsize
+        self._borrows = reduction.compression is NoneCompressor and reduces_scattered(
+            count + 1, nbytes, reduction.process_set
+        )
+        buffer = allocate_buffer(nbytes, reduction.process_set, zeroed=not self._borrows)
         array = buffer.view(dtype_of(torch.empty(0, dtype=dtype)).storage)
         self._flat = tensor_of(array, dtype)
         self._gradients = self._flat[:end]
@@ -137,7 +143,13 @@ class Bucket:
         self._direct = slots[0].parameter.device.type == "cpu"
         # The same objects every time: the engine knows by that that there is nothing to copy.
         self._arrays = [array]
-        self._dtypes = [dtype_of(self._flat)]
+        if self._borrows:
+            self._arrays = [
+                array[offset : offset + place.elements]
+                for offset, place in zip(self._offsets, places, strict=True)
+            ]
+            self._arrays.append(array[end:])
+        self._dtypes = [dtype_of(self._flat)] * len(self._arrays)
         self._compressed: tuple[torch.Tensor, object] | None = None
         self._exchange: Any = None  # a generator, while its compressor works
         self._needs: Handle | None = None  # what it waits for
@@ -153,6 +165,8 @@ class Bucket:
         self.handle: Handle | None = None
         self.ready = 0
         self._expected = 0
+        for slot in self.slots:
+            slot.lent = None
 
     def is_complete(self) -> bool:
         """Whether all gradients that this backward pass can bring are there."""
@@ -174,9 +188,12 @@ class Bucket:
         return view
 
     def take(self, slot: Slot) -> None:
-        """Make the parameter's gradient a view of the bucket."""
+        """Borrow the parameter's gradient, or make it a view of the bucket."""
         gradient = slot.parameter.grad
         assert gradient is not None
+        if gradient is slot.lent:
+            return
+        slot.lent = None
         if gradient.shape != slot.view.shape or gradient.dtype != slot.view.dtype:
             raise RuntimeError(
                 f"{whereabouts()}: the gradient of {slot.name!r} is {gradient.dtype} of shape "
@@ -188,6 +205,9 @@ class Bucket:
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
         elif self._direct and gradient.data_ptr() == slot.address:
+            return
+        elif self._borrows and self._direct and is_lendable(gradient, slot.view):
+            slot.lent = gradient
             return
         view = slot.view
         if view is None or view.data_ptr() != slot.address:
@@ -228,6 +248,7 @@ class Bucket:
     def discard(self) -> None:
         """Begin a reduction of nothing: the other ranks may be waiting for this bucket."""
         for slot in self.slots:
+            slot.lent = None
             gradient = slot.parameter.grad
             if gradient is not None and gradient.data_ptr() == slot.address:
                 slot.parameter.grad = None
@@ -246,6 +267,12 @@ class Bucket:
             self._compressed = (compressed, context)
             arrays = [array_of(compressed), array_of(self._flags)]
             dtypes = [dtype_of(compressed), dtype_of(self._flags)]
+        elif self._borrows:
+            arrays = [
+                array if slot.lent is None else lent_array(slot.lent)
+                for slot, array in zip(self.slots, arrays, strict=False)
+            ]
+            arrays.append(self._arrays[-1])
         self.handle = submit_allreduce(
             arrays,
             arrays,
@@ -345,6 +372,8 @@ class Bucket:
         dense, sparse = flags[:count], flags[count : 2 * count]
         for slot, dense_anywhere, sparse_anywhere in zip(self.slots, dense, sparse, strict=True):
             if sparse_anywhere:
+                if slot.lent is not None:
+                    slot.view.copy_(slot.lent)
                 surprises.append((slot, dense_anywhere))
             elif dense_anywhere and (slot.parameter.grad is not None or not slot.present):
                 # Where a gradient was there and is gone, the user has discarded it meanwhile.
@@ -353,8 +382,8 @@ class Bucket:
         return surprises
 
     def deliver(self, slot: Slot) -> None:
-        """Make what is in the bucket the parameter's gradient."""
-        view, parameter = slot.view, slot.parameter
+        """Make the result the parameter's gradient."""
+        view, parameter = slot.view if slot.lent is None else slot.lent, slot.parameter
         if not self._direct:
             parameter.grad = view.to(parameter.device)
         elif parameter.grad is not view:

@@ -28,6 +28,7 @@ class Slot:
         pass_number: of the last one.
         recurs: whether its gradient comes in several pieces within a backward pass.
         present: whether it had a gradient when its bucket was submitted.
+        lent: its gradient, where that is reduced in its own memory and not in the bucket.
         change: what was done to the gradient after backward; nothing as it should be.
     """
 
@@ -38,6 +39,7 @@ class Slot:
         "address",
         "bucket",
         "change",
+        "lent",
         "name",
         "parameter",
         "pass_number",
@@ -59,6 +61,7 @@ class Slot:
         self.pass_number = 0
         self.recurs = False
         self.present = False
+        self.lent: torch.Tensor | None = None
         self.change = ""
         self._left: torch.Tensor | None = None
         self._version = self._at = 0

@@ -20,6 +20,8 @@ __all__ = [
     "check_tensors",
     "dtype_of",
     "is_dense",
+    "is_lendable",
+    "lent_array",
     "source_of",
     "tensor_of",
 ]
@@ -116,6 +118,29 @@ def array_of(tensor: torch.Tensor) -> Array:
         return plain.view(torch.int16).numpy().view(np.uint16)
     array: Array = plain.numpy()
     return array
+
+
+def is_lendable(gradient: torch.Tensor, like: torch.Tensor) -> bool:
+    """Return whether a gradient's own memory may be overwritten, and is laid out like another."""
+    return (
+        _uses is not None
+        and gradient.stride() == like.stride()
+        and not gradient.requires_grad
+        and not gradient.is_complex()  # which may be conjugate
+        and not gradient.is_neg()
+        # Two parameters' gradients may be views of one memory. One use is that of the argument.
+        and _uses(gradient.untyped_storage()._cdata) == 2
+    )
+
+
+_uses: Any = getattr(torch._C, "_storage_Use_Count", None)
+
+
+def lent_array(gradient: torch.Tensor) -> Array:
+    """Return the memory of a dense gradient as one flat array, in the order of its addresses."""
+    if not gradient.is_contiguous():
+        gradient = gradient.as_strided((gradient.numel(),), (1,))
+    return array_of(gradient).reshape(-1)
 
 
 def tensor_of(array: Array, dtype: torch.dtype) -> torch.Tensor:

@@ -48,6 +48,9 @@ def plan(agreed: Iterable[tuple[Response, Entry | None]], threshold: int) -> lis
     batches: list[Batch] = []
     open_batches: dict[int, Batch] = {}
     for response, entry in agreed:
+        if response.request.resident:
+            batches += _alone(response, entry)
+            continue
         for piece in response.pieces:
             nbytes = piece.nbytes
             batch = None if piece.alone else open_batches.get(piece.kin)
@@ -60,6 +63,19 @@ def plan(agreed: Iterable[tuple[Response, Entry | None]], threshold: int) -> lis
             batch.entries.append(entry)
             batch.nbytes += nbytes
     return batches
+
+
+def _alone(response: Response, entry: Entry | None) -> list[Batch]:
+    """Return the batches of tensors that share them with nobody else."""
+    batches: dict[int, Batch] = {}
+    for piece in response.pieces:
+        batch = batches.get(piece.kin)
+        if batch is None:
+            batch = batches[piece.kin] = Batch(piece.request.kind, piece.wire, piece.request)
+        batch.pieces.append(piece)
+        batch.entries.append(entry)
+        batch.nbytes += piece.nbytes
+    return list(batches.values())
 
 
 def sent_bytes(batch: Batch, rank: int, size: int) -> int:

@@ -134,7 +134,7 @@ class Piece:
             self.nbytes = self.elements * self.wire.itemsize
         elif kind is Kind.BROADCAST:
             self.nbytes = self.elements * self.dtype.itemsize
-        self.alone = request.resident or kind is Kind.ALLTOALL
+        self.alone = kind is Kind.ALLTOALL
         """Whether nothing else may travel in its batch."""
         key = kind, self.wire, request.op, request.prescale, request.postscale, request.root
         self.kin = _kin.setdefault(key, len(_kin))

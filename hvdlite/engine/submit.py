@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 import numpy as np
 
 from ..transport.adasum import adasum_refusal
+from ..transport.base import Transport
 from ..transport.types import BY_NUMPY, Array, DType, ReduceOp
 from ..world import current, engine
 from .engine import GLOBAL_SET
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "allocate_buffer",
     "factor_of",
+    "reduces_scattered",
     "resubmit_allreduce",
     "submit_allgather",
     "submit_allreduce",
@@ -60,8 +62,9 @@ def submit_allreduce(
         op: how to combine.
         prescale: factor applied before the reduction.
         postscale: factor applied after it.
-        resident: whether the tensors lie, on every rank, in memory from `allocate_buffer`;
-            they are reduced there then, and not fused with others.
+        resident: whether the tensors lie, on every rank, in memory from `allocate_buffer`, or
+            are many that `reduces_scattered`; they are reduced there then, all at once, and
+            not fused with others.
         result: what the handle is to return in place of the outputs.
 
     Returns:
@@ -278,19 +281,39 @@ def submit_process_set_change(
     return _submit(process_set, Request(kind, splits=tuple(numbers)), None, [], [])
 
 
-def allocate_buffer(nbytes: int, process_set: ProcessSet | None = None) -> Array:
-    """Return zeroed memory for tensors that are reduced in place again and again.
+def reduces_scattered(count: int, nbytes: int, process_set: ProcessSet) -> bool:
+    """Return whether a group that says `resident` is reduced where it is, wherever that is.
+
+    Args:
+        count: how many tensors.
+        nbytes: of all of them.
+        process_set: where they are going to be reduced. This rank is in it.
+    """
+    scattered = _transport(process_set).scattered
+    return scattered is not None and scattered.pays(count, nbytes)
+
+
+def allocate_buffer(
+    nbytes: int, process_set: ProcessSet | None = None, zeroed: bool = True
+) -> Array:
+    """Return memory for tensors that are reduced in place again and again.
 
     Args:
         nbytes: size in bytes.
         process_set: where they are going to be reduced; None for the set of all ranks. This
             rank is in it.
+        zeroed: whether it must be zero; otherwise it takes no room before it is used.
     """
+    buffer = _transport(process_set).allocate(nbytes)
+    if zeroed:
+        buffer[...] = 0
+    return buffer
+
+
+def _transport(process_set: ProcessSet | None) -> Transport:
     set_id = GLOBAL_SET if process_set is None else process_set.process_set_id
     assert set_id is not None
-    buffer = engine().channels[set_id].transport.allocate(nbytes)
-    buffer[...] = 0
-    return buffer
+    return engine().channels[set_id].transport
 
 
 def factor_of(value: object, argument: str) -> float:

@@ -25,8 +25,8 @@ from .types import Array, DType, ReduceOp
 __all__ = ["ScatteredReductions"]
 
 BLOCK_BYTES = 256 * 1024
-_LEAST_BYTES = 256 * 1024
-_PART_BYTES = 16 * 1024
+LEAST_BYTES = 256 * 1024
+PART_BYTES = 16 * 1024
 """What the whole has to have, and each part in the mean, for this to be faster than packing."""
 
 _MOST_VECTORS = 512
@@ -134,7 +134,7 @@ class ScatteredReductions:
 
     def pays(self, count: int, nbytes: int) -> bool:
         """Return whether so many arrays of so many bytes together should not be packed."""
-        return nbytes >= max(_LEAST_BYTES, count * _PART_BYTES)
+        return nbytes >= max(LEAST_BYTES, count * PART_BYTES)
 
     def allreduce(
         self, parts: Sequence[Array], dtype: DType, op: ReduceOp, finish: Finish | None, tag: int
