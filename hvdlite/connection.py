@@ -89,20 +89,13 @@ def connect(base: Communicator, mpi_group: Any, settings: Settings) -> World:
         if shared.stall_check
         else None,
     )
-    data = base.duplicate()
-    try:
-        engine = Engine(
-            base,
-            data,
-            lambda comm, ranks: make_transport(comm, shared, hosts=[hosts[r] for r in ranks]),
-            options,
-            affinity=affinity,
-        )
-    except BaseException:
-        data.free()
-        if metrics is not None:
-            metrics.close()
-        raise
+    engine = Engine(
+        base,
+        base.duplicate(),
+        lambda comm, ranks: make_transport(comm, shared, hosts=[hosts[r] for r in ranks]),
+        options,
+        affinity=affinity,
+    )
     state = World(engine, shared, base.rank, base.size, hosts, mpi_group, metrics)
     if metrics is not None:
         metrics.watch(state)
