@@ -22,10 +22,10 @@ from hvdlite.engine.submit import allocate_buffer, submit_allreduce
 from hvdlite.transport.types import ReduceOp
 
 from .arguments import whereabouts
-from .compression import Compressor, NoneCompressor
+from .compression import Compressor, NoneCompressor, cast_type
 from .compressors import Exchange, GradientCompressor, Part
 from .progress import announce, wait
-from .tensors import array_of, dtype_of, tensor_of
+from .tensors import array_of, dtype_of, dtype_of_type, tensor_of
 
 __all__ = ["Bucket", "DiscardedStepError", "Place", "Reduction", "Slot", "distribute"]
 
@@ -174,7 +174,9 @@ class Bucket:
         self._direct = slots[0].parameter.device.type == "cpu"
         # The same objects every time: the engine knows by that that there is nothing to copy.
         self._arrays = [array]
-        self._dtypes = [dtype_of(self._flat)]
+        wire = cast_type(reduction.compression, dtype)
+        self._dtypes = [dtype_of_type(wire or dtype)]
+        self._as_it_is = wire is not None or reduction.compression is NoneCompressor
         self._compressed: tuple[torch.Tensor, object] | None = None
         self._exchange: Any = None  # a generator, while its compressor works
         self._needs: Handle | None = None  # what it waits for
@@ -275,7 +277,7 @@ class Bucket:
         if isinstance(compression, GradientCompressor):
             arrays, dtypes = [array_of(self._flags)], [dtype_of(self._flags)]
             self._exchange, self._needs = self._compressed_exchange(compression), None
-        elif compression is not NoneCompressor:
+        elif not self._as_it_is:
             compressed, context = compression.compress(self._gradients)
             self._compressed = (compressed, context)
             arrays = [array_of(compressed), array_of(self._flags)]
@@ -289,7 +291,7 @@ class Bucket:
             prescale=self.reduction.prescale,
             postscale=self.reduction.postscale,
             process_set=self.reduction.process_set,
-            resident=compression is NoneCompressor,
+            resident=self._as_it_is,
         )
         if self._exchange is not None:
             self.advance()

@@ -17,10 +17,11 @@ another.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from .base import Communicator, Finish, Operation, Pending, Words
+from .base import Communicator, Finish, Operation, Pending, Staging, Words
 from .ring import RingTransport, even_counts
 from .shared_lanes import Lane
 from .shared_memory import SharedMemoryTransport
@@ -36,6 +37,16 @@ CHUNK_BYTES = 4 * 1024 * 1024
 _SECOND = 16384
 """Added to the tags of every other chunk: two of them may be on the network at once. Tags of
 operations are below it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """A part of a buffer whose slices are on the network."""
+
+    array: Array
+    start: int
+    counts: list[int]
+    ring: Pending
 
 
 class HierarchicalTransport:
@@ -162,11 +173,12 @@ class HierarchicalTransport:
         finish: Finish | None,
         tag: int,
         resident: bool = False,
+        staging: Staging | None = None,
     ) -> Operation[None]:
         """Reduce in place; every rank ends with bit-identical contents."""
         if len(buffer):
             tasks: list[Task] = []
-            tasks.append(Task(self._reduce(buffer, dtype, op, finish, tag, tasks)))
+            tasks.append(Task(self._reduce(buffer, dtype, op, finish, tag, tasks, staging)))
             yield from _together(tasks)
 
     def _reduce(
@@ -177,6 +189,7 @@ class HierarchicalTransport:
         finish: Finish | None,
         tag: int,
         tasks: list[Task],
+        staging: Staging | None,
     ) -> Operation[None]:
         """Do what this host has to do, and add the rings to `tasks` as their slices are ready.
 
@@ -186,22 +199,24 @@ class HierarchicalTransport:
         shared = self._shared
         lane = None if shared is None else (yield from shared.enter())
         length = max(1, self._chunk_bytes // buffer.itemsize)
-        unshared: tuple[Array, list[int], Pending] | None = None
+        unshared: _Chunk | None = None
         for number, start in enumerate(range(0, len(buffer), length)):
-            chunk = buffer[start : start + length]
-            counts = even_counts(len(chunk), self._slices)
+            array = buffer[start : start + length]
+            counts = even_counts(len(array), self._slices)
             counts += [0] * (self._local_size - self._slices)
+            if staging is not None:
+                staging.load(start, start + len(array))
             if shared is not None and lane is not None:
-                yield from shared.reduce_in(lane, chunk, counts, dtype, op)
+                yield from shared.reduce_in(lane, array, counts, dtype, op)
             ring = Task(
-                self._between_hosts(chunk, counts, dtype, op, finish, tag + number % 2 * _SECOND)
+                self._between_hosts(array, counts, dtype, op, finish, tag + number % 2 * _SECOND)
             )
             tasks.append(ring)
             if unshared is not None:
-                yield from self._share(lane, *unshared)
-            unshared = chunk, counts, ring
+                yield from self._share(lane, unshared, staging)
+            unshared = _Chunk(array, start, counts, ring)
         if unshared is not None:
-            yield from self._share(lane, *unshared)
+            yield from self._share(lane, unshared, staging)
         if lane is not None:
             lane.leave()
 
@@ -219,13 +234,13 @@ class HierarchicalTransport:
             own = chunk[start : start + counts[self._local_rank]]
             yield from self._across.allreduce(own, dtype, op, finish, tag)
 
-    def _share(
-        self, lane: Lane | None, chunk: Array, counts: Sequence[int], ring: Pending
-    ) -> Operation[None]:
+    def _share(self, lane: Lane | None, chunk: _Chunk, staging: Staging | None) -> Operation[None]:
         """Give a slice to the other ranks of the host once its ring is done."""
-        yield ring
+        yield chunk.ring
         if self._shared is not None and lane is not None:
-            yield from self._shared.gather_in(lane, chunk, counts)
+            yield from self._shared.gather_in(lane, chunk.array, chunk.counts)
+        if staging is not None and staging.store is not None:
+            staging.store(chunk.start, chunk.start + len(chunk.array))
 
     def reduce_scatter(
         self,
