@@ -14,6 +14,7 @@ from typing import Protocol, TypeAlias, TypeVar
 from .types import Array, DType, ReduceOp
 
 __all__ = [
+    "TAGS",
     "Communicator",
     "Finish",
     "Operation",
@@ -25,6 +26,10 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+
+TAGS = 4096
+"""Tags of operations are below this. A transport may add multiples of it, up to the 32767 that
+MPI guarantees, to tell apart the messages of one operation."""
 
 
 class Pending(Protocol):
