@@ -94,8 +94,11 @@ def cast_staging(batch: Batch, buffer: Array) -> Staging | None:
 def pack(batch: Batch, buffer: Array) -> None:
     """Fill a fusion buffer with the tensors of a batch."""
     pieces, entries, dtype = batch.pieces, batch.entries, batch.dtype
-    few = batch.nbytes <= len(pieces) * _FEW_BYTES
-    if few and dtype not in _HALVES and None not in entries:
+    casting = dtype in _HALVES and any(
+        entry is not None and _is_wider(entry.inputs[piece.index], dtype)
+        for piece, entry in zip(pieces, entries, strict=True)
+    )
+    if batch.nbytes <= len(pieces) * _FEW_BYTES and not casting and None not in entries:
         flat = [
             entry.inputs[piece.index].ravel()  # type: ignore[union-attr]
             for piece, entry in zip(pieces, entries, strict=True)
@@ -110,7 +113,7 @@ def pack(batch: Batch, buffer: Array) -> None:
             target[...] = neutral(dtype, batch.request.op)
         else:
             source = entry.inputs[piece.index]
-            if _is_wider(source, dtype):
+            if casting and _is_wider(source, dtype):
                 kernels.narrow_into(target, np.ascontiguousarray(source).reshape(-1), dtype)
             else:
                 np.copyto(target.reshape(piece.shape), source, casting="unsafe")
@@ -120,12 +123,13 @@ def pack(batch: Batch, buffer: Array) -> None:
 def unpack(batch: Batch, buffer: Array) -> None:
     """Copy a fusion buffer to where the tensors of a batch go."""
     at = 0
+    may_cast = batch.dtype in _HALVES
     for piece, entry in zip(batch.pieces, batch.entries, strict=True):
         stop = at + piece.elements
         if entry is not None:
             out: Any = entry.outputs[piece.index]
             part = buffer[at:stop]
-            if _is_wider(out, batch.dtype):
+            if may_cast and _is_wider(out, batch.dtype):
                 wide = np.empty(piece.elements, out.dtype)
                 kernels.widen_into(wide, part, batch.dtype)
                 part = wide
