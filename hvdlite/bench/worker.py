@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ..transport.mpi_library import load
 from .jobs import REPORT, UNAVAILABLE
 
 __all__: list[str] = []
@@ -24,7 +25,8 @@ def run(task: dict[str, Any]) -> None:
     path = Path(os.environ.pop(REPORT))
     # A rank that waits for ever is of no use, and its stack says what for.
     faulthandler.dump_traceback_later(task["timeout"], exit=True)
-    from mpi4py import MPI
+    # As init() would: what MPI does over TCP is settled when it starts.
+    MPI = load()
 
     from .timing import Unavailable
 
