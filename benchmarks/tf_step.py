@@ -11,6 +11,7 @@ one's own, with RING communication.
 from __future__ import annotations
 
 import argparse
+import atexit
 import itertools
 import json
 import os
@@ -18,9 +19,10 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from mpi4py import MPI
-
-from . import jobs
+from hvdlite.bench.jobs import Report
+from hvdlite.bench.many import ratio_table
+from hvdlite.bench.records import Results
+from hvdlite.bench.turns import Options, Session
 
 PEERS = ("hvdlite", "none", "strategy")
 CHANNELS = (3, 64, 128, 256, 512, 512, 512, 512)
@@ -55,8 +57,7 @@ def loss_of(tf: Any, variables: list[Any], images: Any, labels: Any) -> Any:
     )
 
 
-def make_step(peer: str, batch: int) -> Callable[[], object]:
-    comm = MPI.COMM_WORLD
+def make_step(peer: str, batch: int, comm: Any) -> Callable[[], object]:
     if peer == "strategy":
         os.environ["TF_CONFIG"] = _cluster(comm)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -102,7 +103,7 @@ def make_step(peer: str, batch: int) -> Callable[[], object]:
     return tf.function(step)
 
 
-def _cluster(comm: MPI.Comm) -> str:
+def _cluster(comm: Any) -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -111,30 +112,49 @@ def _cluster(comm: MPI.Comm) -> str:
     return json.dumps({"cluster": {"worker": workers}, "task": task})
 
 
-def work(peer: str, batch: int, seconds: float) -> None:
-    step = make_step(peer, batch)
-    samples = jobs.repeat(step, MPI.COMM_WORLD.Barrier, seconds)
-    jobs.report({"step": samples})
-    MPI.COMM_WORLD.Barrier()
+def work(task: dict[str, Any]) -> Report:
+    """Measure one peer, inside a rank."""
+    from mpi4py import MPI
+
+    from hvdlite.bench.timing import repeat
+
+    peer = task["peer"]
+    samples = repeat(make_step(peer, task["batch"], MPI.COMM_WORLD), task["seconds"])
     if peer == "hvdlite":
         import hvdlite_tf as hvd
 
         hvd.shutdown()
     if peer == "strategy":
         # Its servers have threads that keep the process from ending.
-        MPI.COMM_WORLD.Barrier()
-        MPI.Finalize()
-        os._exit(0)
+        atexit.register(_leave)
+    return Report({"step": samples})
+
+
+def _leave() -> None:
+    from mpi4py import MPI
+
+    MPI.COMM_WORLD.Barrier()
+    MPI.Finalize()
+    os._exit(0)
+
+
+def main() -> None:
+    """Let the peers take turns and print a table for each number of ranks."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--np", type=int, nargs="+", default=[2], help="numbers of ranks")
+    parser.add_argument("--turns", type=int, default=3, help="jobs of each peer")
+    parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=list(PEERS))
+    parser.add_argument("--batch", type=int, default=16, help="images per rank")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of each job")
+    arguments = parser.parse_args()
+    session = Session(Options(tuple(arguments.np), arguments.turns), Results({}))
+    task = {"batch": arguments.batch, "seconds": arguments.seconds}
+    for ranks in arguments.np:
+        tasks = dict.fromkeys(arguments.peers, task)
+        records = session.measure("benchmarks.tf_step", ranks, tasks)
+        title = f"Training step of a CNN of 11 M parameters, np {ranks}"
+        session.show(ratio_table(title, records, scale=1e3, unit="ms"))
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--worker", choices=PEERS)
-    parser.add_argument("--batch", type=int, default=16, help="images per rank")
-    parser.add_argument("--seconds", type=float, default=8.0)
-    arguments, _ = parser.parse_known_args()
-    if arguments.worker:
-        work(arguments.worker, arguments.batch, arguments.seconds)
-    else:
-        title = "Training step of a CNN of 11 M parameters"
-        jobs.main("benchmarks.tf_step", __doc__ or "", PEERS, title)
+    main()

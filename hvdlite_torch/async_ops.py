@@ -13,8 +13,17 @@ from hvdlite.collectives.arrays import only, then
 from hvdlite.engine import submit
 from hvdlite.transport.types import Array, ReduceOp
 
+from .compression import cast_type
 from .eager import eager
-from .tensors import Target, check_tensor, check_tensors, dtype_of, source_of, tensor_of
+from .tensors import (
+    Target,
+    check_tensor,
+    check_tensors,
+    dtype_of,
+    dtype_of_type,
+    source_of,
+    tensor_of,
+)
 
 __all__ = [
     "allgather_async",
@@ -24,6 +33,7 @@ __all__ = [
     "broadcast_async",
     "broadcast_async_",
     "broadcast_many_",
+    "cast_allreduce_async",
     "counts_like",
     "counts_of",
     "grouped_allgather_async",
@@ -105,20 +115,41 @@ def grouped_allreduce_async_(
     return _allreduce(None, targets, name, reduction, process_set)
 
 
+def cast_allreduce_async(
+    tensors: Sequence[torch.Tensor],
+    name: str | None,
+    compression: object,
+    reduction: tuple[ReduceOp, float, float],
+    process_set: ProcessSet,
+) -> Handle:
+    """Begin a `grouped_allreduce` with a compressor that only casts (see `cast_type`)."""
+    wires = [cast_type(compression, tensor.dtype) for tensor in tensors]
+    targets = [Target.fresh(tensor) for tensor in tensors]
+    return _allreduce(tensors, targets, name, reduction, process_set, wires)
+
+
 def _allreduce(
     tensors: Sequence[torch.Tensor] | None,
     targets: list[Target],
     name: str | None,
     reduction: tuple[ReduceOp, float, float],
     process_set: ProcessSet,
+    wires: Sequence[torch.dtype | None] | None = None,
 ) -> Handle:
-    """Reduce `tensors` into the targets, or the targets in place if None."""
+    """Reduce `tensors` into the targets, or the targets in place if None.
+
+    Args:
+        wires: the types to which elements are cast on their way; None where they are not.
+    """
     op, prescale, postscale = reduction
     outputs = [target.array for target in targets]
+    types = [target.tensor.dtype for target in targets]
+    if wires is not None:
+        types = [wire or own for wire, own in zip(wires, types, strict=True)]
     handle = submit.submit_allreduce(
         outputs if tensors is None else [source_of(tensor) for tensor in tensors],
         outputs,
-        dtypes=[dtype_of(target.tensor) for target in targets],
+        dtypes=[dtype_of_type(each) for each in types],
         name=name,
         op=op,
         prescale=prescale,

@@ -24,11 +24,11 @@ from hvdlite.engine.submit import allocate_buffer, reduces_scattered, submit_all
 from hvdlite.transport.types import ReduceOp
 
 from .arguments import whereabouts
-from .compression import Compressor, NoneCompressor
+from .compression import Compressor, NoneCompressor, cast_type
 from .compressors import Exchange, GradientCompressor, Part
 from .progress import announce
 from .slots import Slot
-from .tensors import array_of, dtype_of, is_lendable, lent_array, tensor_of
+from .tensors import array_of, dtype_of, dtype_of_type, is_lendable, lent_array, tensor_of
 
 __all__ = ["Bucket", "DiscardedStepError", "Place", "Reduction", "distribute"]
 
@@ -149,7 +149,9 @@ class Bucket:
                 for offset, place in zip(self._offsets, places, strict=True)
             ]
             self._arrays.append(array[end:])
-        self._dtypes = [dtype_of(self._flat)] * len(self._arrays)
+        wire = cast_type(reduction.compression, dtype)
+        self._dtypes = [dtype_of_type(wire or dtype)] * len(self._arrays)
+        self._as_it_is = wire is not None or reduction.compression is NoneCompressor
         self._compressed: tuple[torch.Tensor, object] | None = None
         self._exchange: Any = None  # a generator, while its compressor works
         self._needs: Handle | None = None  # what it waits for
@@ -262,7 +264,7 @@ class Bucket:
         if isinstance(compression, GradientCompressor):
             arrays, dtypes = [array_of(self._flags)], [dtype_of(self._flags)]
             self._exchange, self._needs = self._compressed_exchange(compression), None
-        elif compression is not NoneCompressor:
+        elif not self._as_it_is:
             compressed, context = compression.compress(self._gradients)
             self._compressed = (compressed, context)
             arrays = [array_of(compressed), array_of(self._flags)]
@@ -282,7 +284,7 @@ class Bucket:
             prescale=self.reduction.prescale,
             postscale=self.reduction.postscale,
             process_set=self.reduction.process_set,
-            resident=compression is NoneCompressor,
+            resident=self._as_it_is,
         )
         if self._exchange is not None:
             self.advance()

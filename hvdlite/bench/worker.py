@@ -1,6 +1,7 @@
 """What a rank of a benchmark's job runs: `python -m hvdlite.bench.worker TASK`.
 
-TASK is JSON: the suite, the peer, and what that suite's `work` wants to know.
+TASK is JSON: the suite (a module of this package, or the full name of another one), the peer, and
+what that suite's `work` wants to know.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ..transport.mpi_library import load
 from .jobs import REPORT, UNAVAILABLE
 
 __all__: list[str] = []
@@ -23,7 +25,8 @@ def run(task: dict[str, Any]) -> None:
     path = Path(os.environ.pop(REPORT))
     # A rank that waits for ever is of no use, and its stack says what for.
     faulthandler.dump_traceback_later(task["timeout"], exit=True)
-    from mpi4py import MPI
+    # As init() would: what MPI does over TCP is settled when it starts.
+    MPI = load()
 
     from .timing import Unavailable
 
@@ -32,7 +35,8 @@ def run(task: dict[str, Any]) -> None:
             f"the MPI library sees {MPI.COMM_WORLD.Get_size()} ranks in place of "
             f"{task['ranks']}: mpirun and mpi4py's library belong to different installations"
         )
-    suite = importlib.import_module(f"{__package__}.{task['suite']}")
+    name = task["suite"]
+    suite = importlib.import_module(name if "." in name else f"{__package__}.{name}")
     try:
         report = suite.work(task)
     except Unavailable as reason:

@@ -28,6 +28,13 @@ __all__ = [
 
 _TCP_BYTES = "1100000"
 """A ring's segment of 256 KiB to 1 MiB leaves at once, instead of after a handshake."""
+_KEEPALIVE = (
+    ("oob_tcp_keepalive_time", "10"),
+    ("oob_tcp_keepalive_intvl", "5"),
+    ("oob_tcp_keepalive_probes", "3"),
+)
+"""Open MPI's daemons notice a host that has silently gone within half a minute, as the ranks'
+parents do; of themselves they take eight."""
 LAUNCHER_VARIABLES = (ADDRESS, TOKEN, THREADS, NO_INPUT)
 """Variables by which ranks find the launcher; no part of a line that a user may copy."""
 # What other hosts need to know of this one's environment, where mpirun does not send all of it.
@@ -266,6 +273,9 @@ def _open_mpi(make: _Making) -> list[str]:
             words.extend(["--prtemca" if modern else "--mca", bootstrap, network])
         for name in ("btl_tcp_eager_limit", "btl_tcp_rndv_eager_limit", "btl_tcp_max_send_size"):
             mca(name, _TCP_BYTES)
+        for name, value in _KEEPALIVE:
+            if f"{'PRTE' if modern else 'OMPI'}_MCA_{name}" not in environ:
+                words.extend(["--prtemca" if modern else "--mca", name, value])
     if request.working_directory is not None:
         words += ["--wdir", request.working_directory]
     return [*words, *request.mpi_arguments]

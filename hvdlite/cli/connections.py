@@ -10,7 +10,7 @@ import socket
 from collections.abc import Iterator, Sequence
 
 from . import machine
-from .rank import FrameReader, frame
+from .rank import FrameReader, frame, notice_lost_hosts
 
 __all__ = ["Peer", "accept", "caught_signals", "listen_here", "listen_to_hosts"]
 
@@ -75,16 +75,8 @@ def accept(listener: socket.socket) -> Iterator[Peer]:
         while True:
             connection, _ = listener.accept()
             connection.settimeout(_SEND_SECONDS)
-            if connection.family == socket.AF_INET:
-                _notice_lost_hosts(connection)
+            notice_lost_hosts(connection)
             yield Peer(connection)
-
-
-def _notice_lost_hosts(connection: socket.socket) -> None:
-    """Let a host that has silently gone end its connections, within half a minute."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
-        connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ _TROUBLE = re.compile(r"Traceback \(most recent call last\)|hvdlite: rank \d+ en
 # The end of those that notice the end of others, in the words of MPI libraries and hvdlite.
 _OF_OTHERS = re.compile(
     r"Socket closed|Connection reset by peer|MPI_ERR_PROC_FAILED|readv failed|"
-    r"Communication error with rank|HvdliteInternalError"
+    r"Communication error with rank|HvdliteInternalError|error occurred in PMIx Event Notification"
 )
 
 

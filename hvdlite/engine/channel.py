@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ..exceptions import HvdliteInternalError, MismatchError
 from ..log import logger
 from ..transport.adasum import Adasum
-from ..transport.base import Communicator, Transport
+from ..transport.base import TAGS, Communicator, Transport
 from ..transport.task import Task
 from .coordinator import show_ranks
 from .execution import Executor
@@ -36,9 +36,6 @@ CLOSED = "closed"
 
 IN_FLIGHT = 2
 """Batches on their way at once: one is packed or unpacked while the other one moves."""
-
-_TAGS = 16384
-"""Tags of operations in flight are told apart modulo this; MPI guarantees 32767."""
 
 _PATIENCE = 1 / 20
 """Rounds that lead to nothing slow down to this share of the time already waited."""
@@ -286,7 +283,7 @@ class Channel:
             batch = self._queue.popleft()
             used = {other.lane for _, other in self._in_flight}
             batch.lane = next(lane for lane in range(IN_FLIGHT) if lane not in used)
-            self._tag = (self._tag + 1) % _TAGS
+            self._tag = (self._tag + 1) % TAGS
             self._in_flight.append((Task(self._executor.run(batch, self._tag)), batch))
             # The first step of every operation comes in the same order on every rank.
             self._in_flight[-1][0].advance()

@@ -58,7 +58,8 @@ def submit_allreduce(
     Args:
         inputs: tensors of any shape and strides, equal on all ranks.
         outputs: where the results go, of the same shapes; may be the inputs themselves.
-        dtypes: element types, where NumPy cannot tell (bfloat16 as uint16).
+        dtypes: element types, where NumPy cannot tell (bfloat16 as uint16). Arrays of wider
+            floats than the 16-bit ones named here are cast on their way, there and back.
         op: how to combine.
         prescale: factor applied before the reduction.
         postscale: factor applied after it.

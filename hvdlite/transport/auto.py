@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ..log import logger
-from .base import Communicator, Finish, Operation, Transport, Words
+from .base import Communicator, Finish, Operation, Staging, Transport, Words
 from .hierarchical import HierarchicalTransport
 from .mpi import MPITransport
 from .ring import RingTransport
@@ -158,6 +158,7 @@ class AutoTransport:
         finish: Finish | None,
         tag: int,
         resident: bool = False,
+        staging: Staging | None = None,
     ) -> Operation[None]:
         """Reduce in place; every rank ends with bit-identical contents."""
         if not self._comm.reduces(dtype, op):
@@ -165,7 +166,7 @@ class AutoTransport:
         else:
             limit = self._limits.resident if resident else self._limits.ordinary
         chosen = self._small if buffer.nbytes < limit else self._large
-        return chosen.allreduce(buffer, dtype, op, finish, tag)
+        return chosen.allreduce(buffer, dtype, op, finish, tag, resident, staging)
 
     def reduce_scatter(
         self,

@@ -8,13 +8,28 @@ many operations in flight and none of them can hold up the others.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 from typing import Protocol, TypeAlias, TypeVar
 
 from .types import Array, DType, ReduceOp
 
-__all__ = ["Communicator", "Finish", "Operation", "Pending", "Transport", "Words"]
+__all__ = [
+    "TAGS",
+    "Communicator",
+    "Finish",
+    "Operation",
+    "Pending",
+    "Staging",
+    "Transport",
+    "Words",
+    "staged",
+]
 
 T = TypeVar("T")
+
+TAGS = 4096
+"""Tags of operations are below this. A transport may add multiples of it, up to the 32767 that
+MPI guarantees, to tell apart the messages of one operation."""
 
 
 class Pending(Protocol):
@@ -30,6 +45,30 @@ Operation: TypeAlias = Generator[Pending, None, T]
 
 Finish: TypeAlias = Callable[[Array], None]
 """Applied in place to a fully reduced piece, on the rank that reduced it, before it is shared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Staging:
+    """How the contents of a buffer get there and how results get away, part by part.
+
+    A transport that does this where it works on a part anyway hides the time that it takes
+    behind the network. Each element is loaded once, before anything else is done to it, and
+    stored once, when it has its final value.
+    """
+
+    load: Callable[[int, int], None]
+    """Fills `buffer[start:stop]`."""
+    store: Callable[[int, int], None] | None = None
+    """Takes `buffer[start:stop]` to where it belongs; None if it belongs there."""
+
+
+def staged(operation: Operation[None], staging: Staging | None, length: int) -> Operation[None]:
+    """Load everything before an operation, and store everything after it."""
+    if staging is not None:
+        staging.load(0, length)
+    yield from operation
+    if staging is not None and staging.store is not None:
+        staging.store(0, length)
 
 
 class Communicator(Protocol):
@@ -130,12 +169,14 @@ class Transport(Protocol):
         finish: Finish | None,
         tag: int,
         resident: bool = False,
+        staging: Staging | None = None,
     ) -> Operation[None]:
         """Reduce in place; every rank ends with bit-identical contents.
 
         Args:
             resident: whether the buffer came from `allocate`, as far as all ranks know: a
                 hint that must be equal on all of them, and need not be true.
+            staging: fills the buffer, and takes the results away; a rank's own business.
         """
         ...
 

@@ -16,11 +16,13 @@ another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from .base import Communicator, Finish, Operation, Pending, Scattered, Words
+from .base import TAGS, Communicator, Finish, Operation, Pending, Scattered, Staging, Words
 from .ring import RingTransport, even_counts
 from .shared_lanes import Lane
 from .shared_memory import SharedMemoryTransport
@@ -30,12 +32,26 @@ from .types import Array, DType, ReduceOp
 
 __all__ = ["CHUNK_BYTES", "HierarchicalTransport"]
 
-CHUNK_BYTES = 4 * 1024 * 1024
-"""What the ranks of a host reduce before its slices go to the network."""
+CHUNK_BYTES = 2 * 1024 * 1024
+"""What the ranks of a host reduce before its slices go to the network, but for the first chunks:
+they are smaller, so that the network has something to do soon."""
 
-_SECOND = 16384
-"""Added to the tags of every other chunk: two of them may be on the network at once. Tags of
-operations are below it."""
+_FIRST_SHARE = 4
+"""The first chunk is this part of the others; each one doubles it."""
+
+_ON_NETWORK = 4
+"""Chunks that may be on the network at once. With fewer of them the network runs dry where the
+ranks of a host have to wait for a core before they can meet."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """A part of a buffer whose slices are on the network."""
+
+    array: Array
+    start: int
+    counts: list[int]
+    ring: Pending
 
 
 class HierarchicalTransport:
@@ -163,11 +179,12 @@ class HierarchicalTransport:
         finish: Finish | None,
         tag: int,
         resident: bool = False,
+        staging: Staging | None = None,
     ) -> Operation[None]:
         """Reduce in place; every rank ends with bit-identical contents."""
         if len(buffer):
             tasks: list[Task] = []
-            tasks.append(Task(self._reduce(buffer, dtype, op, finish, tag, tasks)))
+            tasks.append(Task(self._reduce(buffer, dtype, op, finish, tag, tasks, staging)))
             yield from _together(tasks)
 
     def _reduce(
@@ -178,6 +195,7 @@ class HierarchicalTransport:
         finish: Finish | None,
         tag: int,
         tasks: list[Task],
+        staging: Staging | None,
     ) -> Operation[None]:
         """Do what this host has to do, and add the rings to `tasks` as their slices are ready.
 
@@ -186,25 +204,35 @@ class HierarchicalTransport:
         """
         shared = self._shared
         lane = None if shared is None else (yield from shared.enter())
-        length = max(1, self._chunk_bytes // buffer.itemsize)
-        unshared: tuple[Array, list[int], Pending] | None = None
-        for number, start in enumerate(range(0, len(buffer), length)):
-            chunk = buffer[start : start + length]
-            counts = even_counts(len(chunk), self._slices)
+        unshared: deque[_Chunk] = deque()
+        for number, (start, stop) in enumerate(self._chunks(len(buffer), buffer.itemsize)):
+            array = buffer[start:stop]
+            counts = even_counts(len(array), self._slices)
             counts += [0] * (self._local_size - self._slices)
+            if staging is not None:
+                staging.load(start, stop)
             if shared is not None and lane is not None:
-                yield from shared.reduce_in(lane, chunk, counts, dtype, op)
-            ring = Task(
-                self._between_hosts(chunk, counts, dtype, op, finish, tag + number % 2 * _SECOND)
-            )
+                yield from shared.reduce_in(lane, array, counts, dtype, op)
+            own_tag = tag + number % _ON_NETWORK * TAGS
+            ring = Task(self._between_hosts(array, counts, dtype, op, finish, own_tag))
             tasks.append(ring)
-            if unshared is not None:
-                yield from self._share(lane, *unshared)
-            unshared = chunk, counts, ring
-        if unshared is not None:
-            yield from self._share(lane, *unshared)
+            unshared.append(_Chunk(array, start, counts, ring))
+            if len(unshared) == _ON_NETWORK:
+                yield from self._share(lane, unshared.popleft(), staging)
+        while unshared:
+            yield from self._share(lane, unshared.popleft(), staging)
         if lane is not None:
             lane.leave()
+
+    def _chunks(self, length: int, itemsize: int) -> Iterator[tuple[int, int]]:
+        """Divide a buffer: where each chunk begins, and where it ends."""
+        largest = max(1, self._chunk_bytes // itemsize)
+        size = max(1, largest // _FIRST_SHARE)
+        start = 0
+        while start < length:
+            stop = min(start + size, length)
+            yield start, stop
+            start, size = stop, min(2 * size, largest)
 
     def _between_hosts(
         self,
@@ -220,13 +248,13 @@ class HierarchicalTransport:
             own = chunk[start : start + counts[self._local_rank]]
             yield from self._across.allreduce(own, dtype, op, finish, tag)
 
-    def _share(
-        self, lane: Lane | None, chunk: Array, counts: Sequence[int], ring: Pending
-    ) -> Operation[None]:
+    def _share(self, lane: Lane | None, chunk: _Chunk, staging: Staging | None) -> Operation[None]:
         """Give a slice to the other ranks of the host once its ring is done."""
-        yield ring
+        yield chunk.ring
         if self._shared is not None and lane is not None:
-            yield from self._shared.gather_in(lane, chunk, counts)
+            yield from self._shared.gather_in(lane, chunk.array, chunk.counts)
+        if staging is not None and staging.store is not None:
+            staging.store(chunk.start, chunk.start + len(chunk.array))
 
     def reduce_scatter(
         self,

@@ -24,6 +24,7 @@ __all__ = [
     "narrow_into",
     "neutral",
     "scale",
+    "widen_into",
     "widened",
 ]
 
@@ -166,13 +167,31 @@ def widened(array: Array, dtype: DType) -> Array:
 
 
 def narrow_into(target: Array, values: Array, dtype: DType) -> None:
-    """Store what `widened` has made, rounded to nearest even."""
-    if dtype in (DType.FLOAT16, DType.BFLOAT16):
-        wide: Any = values
-        with np.errstate(all="ignore"):
-            _narrow(wide, target, dtype)
-    else:
+    """Store floats as `dtype`, rounded to nearest even. Both arrays are flat."""
+    if dtype not in (DType.FLOAT16, DType.BFLOAT16):
         target[...] = values
+        return
+    torch = _torch()
+    if torch is not None:
+        parts = _split(torch, torch.from_numpy(values))
+        for part, wide_part in zip(_torch_parts(torch, target, dtype), parts, strict=True):
+            part.copy_(wide_part)
+        return
+    with np.errstate(all="ignore"):
+        for block, wide_block in zip(_blocks(target), _blocks(values), strict=True):
+            _narrow(wide_block.astype(np.float32, copy=False), block, dtype)
+
+
+def widen_into(target: Array, values: Array, dtype: DType) -> None:
+    """Store elements of `dtype` in an array of wider floats. Both arrays are flat."""
+    torch = _torch() if dtype in (DType.FLOAT16, DType.BFLOAT16) else None
+    if torch is not None:
+        parts = _split(torch, torch.from_numpy(target))
+        for wide_part, part in zip(parts, _torch_parts(torch, values, dtype), strict=True):
+            wide_part.copy_(part)
+    else:
+        for wide_block, block in zip(_blocks(target), _blocks(values), strict=True):
+            wide_block[...] = widened(block, dtype)
 
 
 def _check(dtype: DType, op: ReduceOp) -> None:
@@ -206,7 +225,10 @@ def _torch() -> Any:
 
 def _torch_parts(torch: Any, array: Array, dtype: DType) -> Any:
     bits = torch.from_numpy(array.view(np.int16))
-    whole = bits.view(torch.bfloat16 if dtype is DType.BFLOAT16 else torch.float16)
+    return _split(torch, bits.view(torch.bfloat16 if dtype is DType.BFLOAT16 else torch.float16))
+
+
+def _split(torch: Any, whole: Any) -> Any:
     # Parts cost half of the speed.
     return (whole,) if torch.get_num_threads() == 1 else whole.split(_TORCH_BLOCK)
 

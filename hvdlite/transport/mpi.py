@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from . import kernels
-from .base import Communicator, Finish, Operation, Scattered, Words
+from .base import Communicator, Finish, Operation, Scattered, Staging, Words, staged
 from .ring import RingTransport, ScratchPool
 from .types import Array, DType, ReduceOp
 
@@ -50,8 +50,14 @@ class MPITransport:
         finish: Finish | None,
         tag: int,
         resident: bool = False,
+        staging: Staging | None = None,
     ) -> Operation[None]:
         """Reduce in place; every rank ends with bit-identical contents."""
+        yield from staged(self._reduce(buffer, dtype, op, finish, tag), staging, len(buffer))
+
+    def _reduce(
+        self, buffer: Array, dtype: DType, op: ReduceOp, finish: Finish | None, tag: int
+    ) -> Operation[None]:
         if self._size == 1 or not len(buffer):
             yield from self._ring.allreduce(buffer, dtype, op, finish, tag)
         elif buffer.nbytes * self._size <= self._gather_bytes:

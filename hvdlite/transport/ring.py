@@ -19,7 +19,7 @@ from itertools import accumulate
 import numpy as np
 
 from . import kernels
-from .base import Communicator, Finish, Operation, Pending, Scattered, Words
+from .base import Communicator, Finish, Operation, Pending, Scattered, Staging, Words, staged
 from .types import Array, DType, ReduceOp
 
 __all__ = ["SEGMENT_BYTES", "WINDOW", "RingTransport", "ScratchPool", "even_counts"]
@@ -124,12 +124,13 @@ class RingTransport:
         finish: Finish | None,
         tag: int,
         resident: bool = False,
+        staging: Staging | None = None,
     ) -> Operation[None]:
         """Reduce in place; every rank ends with bit-identical contents."""
         combine = kernels.combiner(dtype, op)
         pieces = self._pieces(even_counts(len(buffer), self._size), buffer.itemsize)
         if self._size == 1:
-            _finish_alone(buffer, finish)
+            yield from staged(_finish_alone(buffer, finish), staging, len(buffer))
             return
         yield from self._circulate(
             _Route(
@@ -143,6 +144,7 @@ class RingTransport:
             combine,
             finish,
             tag,
+            staging,
         )
 
     def reduce_scatter(
@@ -158,7 +160,7 @@ class RingTransport:
         combine = kernels.combiner(dtype, op)
         pieces = self._pieces(counts, buffer.itemsize)
         if self._size == 1:
-            _finish_alone(buffer, finish)
+            yield from _finish_alone(buffer, finish)
             return
         own = len(pieces[self._rank])
         yield from self._circulate(
@@ -287,6 +289,7 @@ class RingTransport:
         combine: kernels.Combine | None,
         finish: Finish | None,
         tag: int,
+        staging: Staging | None = None,
     ) -> Operation[None]:
         """Send, receive, combine and forward segments until the route is at its end.
 
@@ -300,6 +303,7 @@ class RingTransport:
         final = reductions - route.complete
         forwarded = len(incoming) - route.kept
         outgoing = deque(route.first)
+        unloaded = 0 if staging is None else len(outgoing)
         receiving: deque[tuple[Pending, Array, Array | None]] = deque()
         sending: deque[Pending] = deque()
         posted = received = sent = 0
@@ -321,19 +325,31 @@ class RingTransport:
                 posted += 1
             while outgoing and len(sending) < _SENDS:
                 start, stop = outgoing.popleft()
+                if staging is not None and unloaded:
+                    staging.load(start, stop)
+                    unloaded -= 1
                 sending.append(comm.isend(buffer[start:stop], dest, tag))
+                if unloaded:
+                    # Loading takes time, in which MPI moves nothing.
+                    break
             if receiving and receiving[0][0].Test():
                 _, target, scratch = receiving.popleft()
+                start, stop = incoming[received]
                 if scratch is not None:
                     assert combine is not None
-                    start, stop = incoming[received]
+                    if staging is not None:
+                        staging.load(start, stop)
                     combine(buffer[start:stop], target)
                     pool.give_back(scratch)
                     if finish is not None and received >= final:
                         finish(buffer[start:stop])
                 if received < forwarded:
                     outgoing.append(incoming[received])
+                if received >= final and staging is not None and staging.store is not None:
+                    staging.store(start, stop)
                 received += 1
+            elif outgoing and len(sending) < _SENDS:
+                continue
             elif sending and (not receiving or blocked or outgoing):
                 if sending[0].Test():
                     sending.popleft()
@@ -359,6 +375,7 @@ def _spans(counts: Sequence[int]) -> list[_Span]:
     return [(stop - count, stop) for stop, count in zip(stops, counts, strict=True)]
 
 
-def _finish_alone(buffer: Array, finish: Finish | None) -> None:
+def _finish_alone(buffer: Array, finish: Finish | None) -> Operation[None]:
     if finish is not None and len(buffer):
         finish(buffer)
+    yield from ()

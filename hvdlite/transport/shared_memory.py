@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from . import kernels
-from .base import Communicator, Finish, Operation, Scattered, Words
+from .base import Communicator, Finish, Operation, Scattered, Staging, Words, staged
 from .peer_memory import Buffers, Load, PeerMemory, reach_peers
 from .ring import RingTransport, even_counts
 from .scattered import ScatteredReductions
@@ -174,13 +174,19 @@ class SharedMemoryTransport:
         finish: Finish | None,
         tag: int,
         resident: bool = False,
+        staging: Staging | None = None,
     ) -> Operation[None]:
         """Reduce in place; every rank ends with bit-identical contents."""
-        counts = even_counts(len(buffer), self._size)
         combine = kernels.combiner(dtype, op)
+        yield from staged(self._allreduce(buffer, combine, finish), staging, len(buffer))
+
+    def _allreduce(
+        self, buffer: Array, combine: kernels.Combine, finish: Finish | None
+    ) -> Operation[None]:
         if self._is_trivial(buffer, finish):
             return
         lane = yield from self.enter()
+        counts = even_counts(len(buffer), self._size)
         yield from self._reduce(lane, buffer, counts, combine, finish, True)
         lane.leave()
 

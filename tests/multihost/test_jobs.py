@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 import subprocess
 import sys
@@ -151,6 +152,71 @@ def test_torch_training_ends_as_in_one_process(launch):
     assert result.returncode == 0, result
     assert [result.said[rank][0]["local"] for rank in range(4)] == [2] * 4
     assert len({result.said[rank][0]["bits"] for rank in range(4)}) == 1
+
+
+KERAS = """
+    import os
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    import keras
+    import numpy as np
+    import tensorflow as tf
+    tf.config.threading.set_inter_op_parallelism_threads(1)
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    import hvdlite_tf.keras as hvd
+    from jobtools import say
+
+    BATCHES, ROWS = 4, 8
+
+    def compiled(seed, optimizer, **options):
+        keras.utils.set_random_seed(seed)
+        model = keras.Sequential([
+            keras.Input((20,)),
+            keras.layers.Dense(4000, activation="tanh"),
+            keras.layers.Dense(3),
+        ])
+        model.compile(optimizer, loss="mse", **options)
+        return model
+
+    def sgd():
+        return keras.optimizers.SGD(0.01, momentum=0.9)
+
+    hvd.init()
+    rank, size = hvd.rank(), hvd.size()
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(BATCHES, size, ROWS, 20)).astype("float32")
+    y = rng.normal(size=(BATCHES, size, ROWS, 3)).astype("float32")
+    # Whoever does not get the first rank's weights ends elsewhere.
+    model = compiled(1 + rank, hvd.DistributedOptimizer(sgd()))
+    model.fit(
+        x[:, rank].reshape(-1, 20), y[:, rank].reshape(-1, 3), batch_size=ROWS, shuffle=False,
+        verbose=0, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)],
+    )
+    say(rank, bits=hash(b"".join(w.tobytes() for w in model.get_weights())),
+        local=hvd.local_size())
+    if rank == 0:
+        alone = compiled(1, sgd(), run_eagerly=True)
+        before = alone.get_weights()
+        alone.fit(
+            x.reshape(-1, 20), y.reshape(-1, 3), batch_size=size * ROWS, shuffle=False, verbose=0
+        )
+        pairs = list(zip(model.get_weights(), alone.get_weights(), before))
+        say(rank, off=max(float(abs(mine - one).max()) for mine, one, _ in pairs),
+            moved=min(float(abs(one - old).max()) for _, one, old in pairs))
+    hvd.shutdown()
+"""
+
+
+def test_keras_training_ends_as_in_one_process(launch):
+    for name in ("tensorflow", "keras"):
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"needs {name}")
+    result = launch(2, "host1:1,host2:1", KERAS, timeout=150, env={"PYTHONHASHSEED": "0"})
+    assert result.returncode == 0, result
+    first, compared = result.said[0]
+    assert [result.said[rank][0]["local"] for rank in range(2)] == [1, 1]
+    assert first["bits"] == result.said[1][0]["bits"]
+    assert compared["off"] < 1e-6, compared
+    assert compared["moved"] > 1e-3, compared
 
 
 def test_an_exception_on_another_host_ends_the_job(launch):

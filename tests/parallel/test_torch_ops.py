@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -284,6 +285,44 @@ def test_compression(hvd, world, name):
     assert small.element_size() == (4 if name == "none" else 2)
     half = torch.ones(2, dtype=torch.bfloat16)
     assert compression.compress(half)[0] is half
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16", "none"])
+def test_what_is_cast_on_its_way_is_what_was_meant(hvd, world, name):
+    compression = getattr(hvd.Compression, name)
+    # Few and many, fused and alone, in one segment of a transport and in several: small
+    # integers, of which 16 bits lose nothing.
+    shapes = [(3,), (5, 7), (40_000,), (700, 901)]
+    everybody = [
+        [torch.from_numpy(values(rank, shape)) for shape in shapes] for rank in world.ranks
+    ]
+    mine = [each.clone() for each in everybody[world.rank]]
+    mine[1], mine[3] = mine[1].t(), mine[3].t()  # the elements lie in another order
+    before = [each.clone() for each in mine]
+    sums = [sum(each) for each in zip(*everybody, strict=True)]
+    sums[1], sums[3] = sums[1].t(), sums[3].t()
+    doubles = [each.double() for each in mine]
+    with torch.inference_mode():
+        inferred = hvd.allreduce(mine[0] + 0, op=hvd.Sum, compression=compression)
+    for given in (mine, doubles):
+        together = hvd.grouped_allreduce(given, op=hvd.Sum, compression=compression)
+        apart = [hvd.allreduce(each, op=hvd.Sum, compression=compression) for each in given]
+        # Halves of even numbers are exact too.
+        means = [
+            hvd.allreduce(each * world.size, op=hvd.Average, compression=compression)
+            for each in given
+        ]
+        for results in (together, apart, means):
+            for result, source, total in zip(results, given, sums, strict=True):
+                assert result.dtype is source.dtype
+                assert torch.equal(result.float(), total)
+    assert torch.equal(inferred, sums[0])
+    for each, old in zip(mine, before, strict=True):
+        assert torch.equal(each, old)
+
+
+def values(rank, shape):
+    return np.random.default_rng(rank).integers(-20, 20, shape).astype(np.float32)
 
 
 def test_sparse_allreduce(hvd, world):

@@ -191,6 +191,7 @@ def test_a_long_traceback_is_cut_in_the_middle() -> None:
 
 def test_what_a_loss_sounds_like() -> None:
     assert speaks_of_others(["*** An error occurred in Socket closed"])
+    assert speaks_of_others(["[host1:00000] *** An error occurred in PMIx Event Notification"])
     assert not speaks_of_others(TRACEBACK.splitlines())
 
 

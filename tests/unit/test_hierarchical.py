@@ -218,7 +218,7 @@ def test_finish_sees_each_element_once(layout):
     assert everything == [4.0 * i for i in range(100)]
 
 
-def test_the_next_chunk_is_reduced_while_the_network_carries_one():
+def test_chunks_are_reduced_while_the_network_carries_others():
     _, comms, transports = make("aabb", chunk_bytes=64)
     operations_ = [
         transport.allreduce(np.ones(200, np.float32), DType.FLOAT32, ReduceOp.SUM, None, 0)
@@ -230,8 +230,10 @@ def test_the_next_chunk_is_reduced_while_the_network_carries_one():
         for i, operation in enumerate(operations_):
             if started[i].Test():
                 started[i] = next(operation)
-    # Half of a chunk's slice of 32 bytes is what a rank may send before it has to receive.
-    assert [comm.all_crossed() for comm in comms[:2]] == [2 * 16] * 2
+    # Four chunks, of which the first ones are smaller. A rank's slice is half of a chunk, and half
+    # of its slice is what it may send before it has to receive.
+    sent = (16 + 32 + 64 + 64) // 2 // 2
+    assert [comm.all_crossed() for comm in comms[:2]] == [sent] * 2
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -172,6 +172,23 @@ def test_scales_every_half(dtype, factor, path):
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("wide", [np.float32, np.float64])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_casts_there_and_back(dtype, wide, length, path):
+    # Ties between neighbours, subnormals, what overflows, infinities and NaN among them.
+    bits = np.random.default_rng(length).integers(0, 2**32, length, dtype=np.uint32)
+    with np.errstate(invalid="ignore"):
+        values = bits.view(np.float32).astype(wide)
+        values[: length // 2] = np.round(values[: length // 2].clip(-1e4, 1e4) * 8) / 8 + 2.0**-9
+        narrow = np.empty(length, dtype.storage)
+        kernels.narrow_into(narrow, values, dtype)
+        assert_same(narrow, to_bits(values.astype(np.float64), dtype), dtype)
+        back = np.empty(length, wide)
+        kernels.widen_into(back, narrow, dtype)
+        np.testing.assert_array_equal(back, to_wide(narrow, dtype).astype(wide))
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("n", [1, 2, 3, 7, 4099])
 def test_divides_every_half(dtype, n, path):
     every = np.arange(2**16, dtype=np.uint16).view(dtype.storage)
