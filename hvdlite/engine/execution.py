@@ -57,6 +57,9 @@ class Executor:
         if batch.recorder is not None:
             batch.recorder.unfinished -= 1
 
+    def _transport(self, batch: Batch) -> Transport:
+        return self.transport if batch.transport is None else batch.transport
+
     def _packing(self, batch: Batch) -> AbstractContextManager[Any]:
         return self._watched(self.counters.packing, "pack", batch)
 
@@ -109,7 +112,7 @@ class Executor:
             return self.adasum.allreduce(buffer, lengths, dtype, finish, tag)
         resident = request.resident or len(pieces) > 1
         op = _transport_op(request.op)
-        return self.transport.allreduce(buffer, dtype, op, finish, tag, resident)
+        return self._transport(batch).allreduce(buffer, dtype, op, finish, tag, resident)
 
     def _reduce_scatter(self, batch: Batch, tag: int) -> Operation[None]:
         pieces, dtype = batch.pieces, batch.dtype
@@ -144,7 +147,7 @@ class Executor:
             self._before(buffer, dtype, request)
         with self._moving(batch):
             if len(buffer):
-                yield from self.transport.reduce_scatter(
+                yield from self._transport(batch).reduce_scatter(
                     buffer,
                     counts,
                     dtype,
@@ -209,7 +212,7 @@ class Executor:
                     at += nbytes
         with self._moving(batch):
             if len(buffer):
-                yield from self.transport.allgather(buffer, counts, tag)
+                yield from self._transport(batch).allgather(buffer, counts, tag)
         with self._unpacking(batch):
             if scratch is not None:
                 self._unpack_gathered(pieces, outputs, buffer)
@@ -254,7 +257,7 @@ class Executor:
                         np.copyto(target, entry.inputs[piece.index])
         with self._moving(batch):
             if len(buffer):
-                yield from self.transport.broadcast(buffer, root, tag)
+                yield from self._transport(batch).broadcast(buffer, root, tag)
         with self._unpacking(batch):
             if scratch is not None:
                 for piece, entry, source in _byte_places(batch, buffer):
@@ -275,7 +278,7 @@ class Executor:
         recv = np.empty((sum(received), *piece.shape[1:]), dtype=piece.dtype.storage)
         with self._moving(batch):
             if width:
-                yield from self.transport.alltoall(
+                yield from self._transport(batch).alltoall(
                     _bytes(send),
                     [rows * width for rows in splits[self.rank]],
                     _bytes(recv),

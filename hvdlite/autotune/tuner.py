@@ -1,0 +1,200 @@
+"""Which parameters to try next, and which were the best: ask and tell, without side effects.
+
+Thresholds and cycle times are proposed by Bayesian optimization: a Gaussian process of the
+scores so far, and the point where its upper confidence bound is largest (Srinivas et al., 2010).
+Switches (transport, cache) are tried one at a time at the best point, since they hardly depend
+on each other. What remains goes to measuring the leader again, because the best of many noisy
+scores is likely to have been lucky.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from .parameters import Parameters
+
+__all__ = ["EXTRA", "Tuner"]
+
+EXTRA = "pip install 'hvdlite[autotune]'"
+
+_LEAST_BYTES, _MOST_BYTES = 64 * 2**10, 64 * 2**20
+_LEAST_RANGE = 8
+_CYCLES = 1e-4, 5e-3
+_SPREAD = 1 / 6, 1 / 2, 5 / 6
+"""Where the first thresholds lie in their range, before there is anything to model."""
+
+_SHARE_OF_SWITCHES = 5
+_SHARE_OF_REPEATS = 5
+_KAPPA = 1.5
+_NOISE = 0.25
+"""Standard deviation of the noise at a `noise` of 1, in that of the scores."""
+
+_SWITCH_GAIN = 0.03
+"""A switch must bring more than this share to be changed from what the user has."""
+
+_USUAL_CAPACITY = 1024
+
+
+class Tuner:
+    """Proposes parameters by the scores of earlier ones.
+
+    Args:
+        start: the parameters in force; the first to be measured, so that the result is not
+            worse than they are.
+        transports: names that may take the place of the start's; none to keep it.
+        most_samples: how often it may ask for a score.
+        noise: how much scores are to be distrusted, from 0 to 1.
+    """
+
+    def __init__(
+        self,
+        start: Parameters,
+        transports: Sequence[str] = (),
+        most_samples: int = 20,
+        noise: float = 0.8,
+    ) -> None:
+        self.start = start
+        self.step_bytes = 0
+        """What a step moves, once that is known: larger thresholds make no difference."""
+        self._transports = [name for name in transports if name != start.transport]
+        self._most_samples = most_samples
+        self._noise = noise
+        self._logs: defaultdict[Parameters, list[float]] = defaultdict(list)
+        self._asked: Parameters | None = None
+        self._samples = 0
+        self._plan = self._make_plan()
+
+    def ask(self) -> Parameters | None:
+        """Return the parameters to measure next, None if there is nothing more to try."""
+        self._asked = next(self._plan) if self._samples < self._most_samples else None
+        return self._asked
+
+    def tell(self, score: float) -> None:
+        """Take in the score of what was asked for.
+
+        Args:
+            score: positive; the larger, the better.
+        """
+        assert self._asked is not None
+        self._samples += 1
+        self._logs[self._asked].append(math.log(score))
+
+    def best(self) -> tuple[Parameters, float]:
+        """Return the best parameters so far and their score.
+
+        Once some have been measured repeatedly, it is one of these, or the start.
+        """
+        proven = [p for p, logs in self._logs.items() if len(logs) > 1 or p == self.start]
+        repeated = any(len(logs) > 1 for logs in self._logs.values())
+        best = max(proven if repeated else self._logs, key=self._rank, default=self.start)
+        logs = self._logs.get(best)
+        return best, math.exp(_mean(logs)) if logs else math.nan
+
+    # -- the plan -----------------------------------------------------------------------
+
+    def _make_plan(self) -> Iterator[Parameters]:
+        yield self.start
+        switches = self._switches()[: self._most_samples // _SHARE_OF_SWITCHES]
+        repeats = self._most_samples // _SHARE_OF_REPEATS
+        for number in range(self._most_samples - 1 - len(switches) - repeats):
+            yield self._explore(number)
+        for switch in switches:
+            yield switch(self._leader())
+        while True:
+            yield self._leader()
+
+    def _leader(self) -> Parameters:
+        return max(self._logs, key=self._rank)
+
+    def _rank(self, parameters: Parameters) -> float:
+        mine = parameters.transport, parameters.cache_capacity
+        usual = self.start.transport, self.start.cache_capacity
+        changed = sum(one != other for one, other in zip(mine, usual, strict=True))
+        return _mean(self._logs[parameters]) - changed * _SWITCH_GAIN
+
+    def _switches(self) -> list[_Switch]:
+        switches = [_Switch(transport=name) for name in self._transports]
+        other = 0 if self.start.cache_capacity else _USUAL_CAPACITY
+        return [*switches, _Switch(cache_capacity=other)]
+
+    # -- thresholds and cycle times -----------------------------------------------------
+
+    @property
+    def _range(self) -> tuple[float, float]:
+        """The logarithms of the least and the most threshold that are worth a trial."""
+        least = min(max(self.start.fusion_threshold, 2**12), _LEAST_BYTES)
+        most = min(self.step_bytes or _MOST_BYTES, _MOST_BYTES)
+        return math.log2(least), math.log2(max(most, least * _LEAST_RANGE))
+
+    def _explore(self, number: int) -> Parameters:
+        if number < len(_SPREAD):
+            least, most = self._range
+            nbytes = _rounded(2 ** (least + _SPREAD[number] * (most - least)))
+            return self.start._replace(fusion_threshold=nbytes)
+        return self._suggest()
+
+    def _suggest(self) -> Parameters:
+        from bayes_opt import BayesianOptimization, acquisition
+
+        optimizer = BayesianOptimization(
+            None,
+            {"threshold": (0.0, 1.0), "cycle": (0.0, 1.0)},
+            acquisition_function=acquisition.UpperConfidenceBound(kappa=_KAPPA),
+            random_state=self._samples,
+            verbose=0,
+            allow_duplicate_points=True,
+        )
+        optimizer.set_gp_params(alpha=max((self._noise * _NOISE) ** 2, 1e-6))
+        for parameters, logs in self._logs.items():
+            for log in logs:
+                optimizer.register(self._to_unit(parameters), log)
+        point = optimizer.suggest()
+        return self._from_unit(float(point["threshold"]), float(point["cycle"]))
+
+    def _to_unit(self, parameters: Parameters) -> dict[str, float]:
+        threshold = math.log2(max(parameters.fusion_threshold, 1))
+        cycle = math.log(max(parameters.cycle_time, 1e-9))
+        low, high = map(math.log, _CYCLES)
+        return {
+            "threshold": _share(threshold, *self._range),
+            "cycle": _share(cycle, low, high),
+        }
+
+    def _from_unit(self, threshold: float, cycle: float) -> Parameters:
+        least, most = self._range
+        low, high = map(math.log, _CYCLES)
+        seconds = math.exp(low + cycle * (high - low))
+        return self.start._replace(
+            fusion_threshold=_rounded(2 ** (least + threshold * (most - least))),
+            cycle_time=float(f"{seconds:.2g}"),
+        )
+
+
+class _Switch:
+    """Changes a parameter that has few values."""
+
+    def __init__(self, transport: str | None = None, cache_capacity: int | None = None) -> None:
+        self._transport = transport
+        self._cache_capacity = cache_capacity
+
+    def __call__(self, base: Parameters) -> Parameters:
+        if self._transport is not None:
+            return base._replace(transport=self._transport)
+        assert self._cache_capacity is not None
+        return base._replace(cache_capacity=self._cache_capacity)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _share(value: float, least: float, most: float) -> float:
+    return min(max((value - least) / (most - least), 0.0), 1.0)
+
+
+def _rounded(nbytes: float) -> int:
+    """Return a number like 2**k or 3 * 2**k that is near."""
+    unit = 1 << max(int(nbytes).bit_length() - 2, 0)
+    return round(nbytes / unit) * unit
