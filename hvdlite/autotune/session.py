@@ -14,7 +14,10 @@ from .tuner import Tuner
 
 __all__ = ["CSV_HEADER", "Session"]
 
-CSV_HEADER = "sample,stage,fusion_threshold,cycle_time_ms,cache_capacity,transport,bytes_per_second"
+CSV_HEADER = (
+    "sample,stage,fusion_threshold,cycle_time_ms,cache_capacity,transport,bytes_per_second,"
+    "times_start"
+)
 
 _GOODBYE = 5.0
 """Seconds that the end of a job waits for a thought; a proposal takes a tenth of one."""
@@ -46,7 +49,6 @@ class Session:
         self._tuner = tuner
         self._warmup_samples = warmup_samples
         self._log = log
-        self._lines = 0
         self._propose: Callable[[Parameters, bool], object] = lambda *_: None
         self._scores: queue.SimpleQueue[float | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="hvdlite-autotune", daemon=True)
@@ -69,7 +71,10 @@ class Session:
             self.meter.begin()
             return
         self._over = True
-        self._finish(f"autotune has ended, and this is in force: {parameters}")
+        self._finish(
+            f"autotune has ended after {self._tuner.samples} samples, with "
+            f"{self._tuner.best()[1]:.2f} times the speed of the start: {parameters}"
+        )
 
     def close(self) -> None:
         """End with the job, if need be before the last sample."""
@@ -79,10 +84,10 @@ class Session:
         self._scores.put(None)
         if self._thread.is_alive():
             self._thread.join(_GOODBYE)
-        best, _ = self._tuner.best()
+        best, times = self._tuner.best()
         self._finish(
-            f"autotune was still at work when the job ended; the best after {self._lines} "
-            f"samples: {best}"
+            f"autotune was still at work when the job ended; after {self._tuner.samples} samples "
+            f"the best was, with {times:.2f} times the speed of the start: {best}"
         )
 
     def _finish(self, text: str) -> None:
@@ -99,7 +104,7 @@ class Session:
             self._tune()
         except Exception as error:  # whatever the libraries do, training goes on
             logger.warning(
-                "autotune gives up and leaves things as they are: %s: %s",
+                "autotune gives up and stays with the best so far: %s: %s",
                 *(type(error).__name__, error),
             )
             if not self._over:
@@ -121,18 +126,26 @@ class Session:
                 return
             tuner.step_bytes = self.meter.step_bytes
             tuner.tell(score)
-            self._note("sample", parameters, score)
-            parameters = tuner.ask()
+            stage = "reference" if tuner.is_reference else "sample"
+            measured, parameters = parameters, tuner.ask()
+            self._note(stage, measured, score)
             if parameters is not None:
                 self._propose(parameters, False)
-        self._note("final", *tuner.best())
+        self._note("final", tuner.best()[0])
         self._propose(tuner.best()[0], True)
 
-    def _note(self, stage: str, parameters: Parameters, score: float) -> None:
-        self._lines += stage == "sample"
+    def _note(self, stage: str, parameters: Parameters, score: float | None = None) -> None:
         threshold, _, capacity, transport = parameters
-        cycle = parameters.cycle_milliseconds
-        values = self._lines, stage, threshold, f"{cycle:g}", capacity, transport, f"{score:.0f}"
+        values = (
+            self._tuner.samples,
+            stage,
+            threshold,
+            f"{parameters.cycle_milliseconds:g}",
+            capacity,
+            transport,
+            "" if score is None else f"{score:.0f}",
+            f"{self._tuner.times_start(parameters):.3f}",
+        )
         self._write(",".join(map(str, values)))
 
     def _write(self, line: str) -> None:

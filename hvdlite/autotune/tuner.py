@@ -1,9 +1,12 @@
 """Which parameters to try next, and which were the best: ask and tell, without side effects.
 
+Machines become faster and slower while a job runs, so each candidate is measured right after the
+best so far, and only the ratio counts: all scores are relative to the start's.
+
 Thresholds and cycle times are proposed by Bayesian optimization: a Gaussian process of the
 scores so far, and the point where its upper confidence bound is largest (Srinivas et al., 2010).
 Switches (transport, cache) are tried one at a time at the best point, since they hardly depend
-on each other. What remains goes to measuring the leader again, because the best of many noisy
+on each other. What remains goes to the best ones once more, because the best of many noisy
 scores is likely to have been lucky.
 """
 
@@ -28,6 +31,9 @@ _SPREAD = 1 / 6, 1 / 2, 5 / 6
 _SHARE_OF_SWITCHES = 5
 _SHARE_OF_REPEATS = 5
 _KAPPA = 1.5
+_DOUBT = 0.1
+"""How far one score may be off, as a share of it."""
+
 _NOISE = 0.25
 """Standard deviation of the noise at a `noise` of 1, in that of the scores."""
 
@@ -41,10 +47,9 @@ class Tuner:
     """Proposes parameters by the scores of earlier ones.
 
     Args:
-        start: the parameters in force; the first to be measured, so that the result is not
-            worse than they are.
+        start: the parameters in force. Nothing becomes the result that is not faster.
         transports: names that may take the place of the start's; none to keep it.
-        most_samples: how often it may ask for a score.
+        most_samples: how many candidates it may try.
         noise: how much scores are to be distrusted, from 0 to 1.
     """
 
@@ -58,17 +63,22 @@ class Tuner:
         self.start = start
         self.step_bytes = 0
         """What a step moves, once that is known: larger thresholds make no difference."""
+        self.samples = 0
+        """Candidates that have been measured."""
+        self.is_reference = False
+        """Whether what is asked for is no candidate, but what the next one is compared with."""
         self._transports = [name for name in transports if name != start.transport]
         self._most_samples = most_samples
         self._noise = noise
         self._logs: defaultdict[Parameters, list[float]] = defaultdict(list)
-        self._asked: Parameters | None = None
-        self._samples = 0
+        self._logs[start] = [0.0]
         self._plan = self._make_plan()
+        self._asked: Parameters | None = None
+        self._score = math.nan
 
     def ask(self) -> Parameters | None:
         """Return the parameters to measure next, None if there is nothing more to try."""
-        self._asked = next(self._plan) if self._samples < self._most_samples else None
+        self._asked = next(self._plan, None)
         return self._asked
 
     def tell(self, score: float) -> None:
@@ -77,36 +87,55 @@ class Tuner:
         Args:
             score: positive; the larger, the better.
         """
-        assert self._asked is not None
-        self._samples += 1
-        self._logs[self._asked].append(math.log(score))
+        self._score = score
+        if not self.is_reference:
+            self.samples += 1
 
     def best(self) -> tuple[Parameters, float]:
-        """Return the best parameters so far and their score.
+        """Return the best parameters so far, and how many times as fast as the start they are.
 
         Once some have been measured repeatedly, it is one of these, or the start.
         """
         proven = [p for p, logs in self._logs.items() if len(logs) > 1 or p == self.start]
         repeated = any(len(logs) > 1 for logs in self._logs.values())
-        best = max(proven if repeated else self._logs, key=self._rank, default=self.start)
-        logs = self._logs.get(best)
-        return best, math.exp(_mean(logs)) if logs else math.nan
+        best = max(proven if repeated else self._logs, key=self._rank)
+        return best, self.times_start(best)
+
+    def times_start(self, parameters: Parameters) -> float:
+        """Return how many times as fast as the start parameters are that were measured."""
+        return math.exp(_mean(self._logs[parameters]))
 
     # -- the plan -----------------------------------------------------------------------
 
     def _make_plan(self) -> Iterator[Parameters]:
-        yield self.start
+        measured = None
+        for candidate in self._candidates():
+            reference = max((p for p in self._logs if p != candidate), key=self._rank, default=None)
+            if reference is None:
+                continue
+            if reference != measured:
+                self.is_reference = True
+                yield reference
+                self.is_reference = False
+            base = self._score
+            yield candidate
+            measured = candidate
+            ratio = math.log(self._score / base)
+            self._logs[candidate].append(_mean(self._logs[reference]) + ratio)
+
+    def _candidates(self) -> Iterator[Parameters]:
         switches = self._switches()[: self._most_samples // _SHARE_OF_SWITCHES]
         repeats = self._most_samples // _SHARE_OF_REPEATS
-        for number in range(self._most_samples - 1 - len(switches) - repeats):
+        for number in range(self._most_samples - len(switches) - repeats):
             yield self._explore(number)
         for switch in switches:
             yield switch(self._leader())
-        while True:
-            yield self._leader()
+        for _ in range(repeats):
+            yield self._leader(_DOUBT)
 
-    def _leader(self) -> Parameters:
-        return max(self._logs, key=self._rank)
+    def _leader(self, doubt: float = 0.0) -> Parameters:
+        """Return the best so far, if in doubt rather what has been measured less often."""
+        return max(self._logs, key=lambda p: self._rank(p) + doubt / len(self._logs[p]) ** 0.5)
 
     def _rank(self, parameters: Parameters) -> float:
         mine = parameters.transport, parameters.cache_capacity
@@ -137,32 +166,35 @@ class Tuner:
 
     def _suggest(self) -> Parameters:
         from bayes_opt import BayesianOptimization, acquisition
+        from sklearn.gaussian_process.kernels import Matern
 
         optimizer = BayesianOptimization(
             None,
-            {"threshold": (0.0, 1.0), "cycle": (0.0, 1.0)},
+            {"cycle": (0.0, 1.0), "threshold": (0.0, 1.0)},
             acquisition_function=acquisition.UpperConfidenceBound(kappa=_KAPPA),
-            random_state=self._samples,
+            random_state=self.samples,
             verbose=0,
             allow_duplicate_points=True,
         )
-        optimizer.set_gp_params(alpha=max((self._noise * _NOISE) ** 2, 1e-6))
+        # In the order of the names. The two may matter over quite different distances.
+        kernel = Matern(nu=2.5, length_scale=(1.0, 0.3), length_scale_bounds=(0.1, 100.0))
+        alpha = max((self._noise * _NOISE) ** 2, 1e-6)
+        optimizer.set_gp_params(kernel=kernel, alpha=alpha, n_restarts_optimizer=2)
+        points: defaultdict[tuple[float, float], list[float]] = defaultdict(list)
         for parameters, logs in self._logs.items():
-            for log in logs:
-                optimizer.register(self._to_unit(parameters), log)
+            points[self._to_unit(parameters)] += logs
+        for (cycle, threshold), logs in points.items():
+            optimizer.register({"cycle": cycle, "threshold": threshold}, _mean(logs))
         point = optimizer.suggest()
-        return self._from_unit(float(point["threshold"]), float(point["cycle"]))
+        return self._from_unit(float(point["cycle"]), float(point["threshold"]))
 
-    def _to_unit(self, parameters: Parameters) -> dict[str, float]:
+    def _to_unit(self, parameters: Parameters) -> tuple[float, float]:
         threshold = math.log2(max(parameters.fusion_threshold, 1))
         cycle = math.log(max(parameters.cycle_time, 1e-9))
         low, high = map(math.log, _CYCLES)
-        return {
-            "threshold": _share(threshold, *self._range),
-            "cycle": _share(cycle, low, high),
-        }
+        return _share(cycle, low, high), _share(threshold, *self._range)
 
-    def _from_unit(self, threshold: float, cycle: float) -> Parameters:
+    def _from_unit(self, cycle: float, threshold: float) -> Parameters:
         least, most = self._range
         low, high = map(math.log, _CYCLES)
         seconds = math.exp(low + cycle * (high - low))
