@@ -393,12 +393,7 @@ def _refuse_unknown(given: Mapping[str, str], known: list[str]) -> None:
 
 
 # Horovod's variables for features that hvdlite does not have yet: their users should know.
-_NOT_YET = frozenset(
-    _THEIRS + suffix
-    for suffix in """
-    ELASTIC
-    """.split()
-)
+_NOT_YET = frozenset({_THEIRS + "ELASTIC"})
 
 # Horovod's variables that can be ignored without loss: its launchers', its build's, and those
 # of devices, libraries and algorithms that hvdlite does without.
