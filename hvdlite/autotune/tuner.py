@@ -162,7 +162,16 @@ class Tuner:
             least, most = self._range
             nbytes = _rounded(2 ** (least + _SPREAD[number] * (most - least)))
             return self.start._replace(fusion_threshold=nbytes)
-        return self._suggest()
+        proposed = self._suggest()
+        # Sure of its optimum, the model would have it measured over and over.
+        return self._fill_gap() if proposed in self._logs else proposed
+
+    def _fill_gap(self) -> Parameters:
+        """Return the middle of the widest range of thresholds that nobody has looked at."""
+        tried = sorted({0.0, 1.0, *(self._to_unit(parameters)[1] for parameters in self._logs)})
+        _, low, high = max((b - a, a, b) for a, b in zip(tried, tried[1:], strict=False))
+        cycle, _ = self._to_unit(self._leader())
+        return self._from_unit(cycle, (low + high) / 2)
 
     def _suggest(self) -> Parameters:
         from bayes_opt import BayesianOptimization, acquisition
