@@ -135,12 +135,10 @@ def main() -> None:
         print("\n(step times, in that of the tuned values)\n")
         print(f"tuned: {tuned}")
         for point, values in turns.items():
-            low, _, high = statistics.quantiles(values, n=4)
-            print(
-                f"{'start' if point == start else 'one of the fastest of the grid'}, {point}: "
-                f"{statistics.median(values):.3f} (quartiles {low:.3f} and {high:.3f}) of the tuned "
-                f"time in {options.turns} turns"
-            )
+            low, middle, high = statistics.quantiles(values, n=4)
+            what = "start" if point == start else "one of the fastest of the grid"
+            print(f"{what}: {point}")
+            print(f"    {middle:.3f} of the tuned time (quartiles {low:.3f} to {high:.3f})")
         sys.stdout.flush()
     hvd.shutdown()
 

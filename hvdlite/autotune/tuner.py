@@ -15,6 +15,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
 
 from .parameters import Parameters
 
@@ -31,6 +33,7 @@ _SPREAD = 1 / 6, 1 / 2, 5 / 6
 _SHARE_OF_SWITCHES = 5
 _SHARE_OF_REPEATS = 5
 _KAPPA = 1.5
+_POINTS = 2000
 _DOUBT = 0.1
 """How far one score may be off, as a share of it."""
 
@@ -169,7 +172,7 @@ class Tuner:
     def _fill_gap(self) -> Parameters:
         """Return the middle of the widest range of thresholds that nobody has looked at."""
         tried = sorted({0.0, 1.0, *(self._to_unit(parameters)[1] for parameters in self._logs)})
-        _, low, high = max((b - a, a, b) for a, b in zip(tried, tried[1:], strict=False))
+        _, low, high = max((b - a, a, b) for a, b in pairwise(tried))
         cycle, _ = self._to_unit(self._leader())
         return self._from_unit(cycle, (low + high) / 2)
 
@@ -177,10 +180,17 @@ class Tuner:
         from bayes_opt import BayesianOptimization, acquisition
         from sklearn.gaussian_process.kernels import Matern
 
+        class Coarse(acquisition.UpperConfidenceBound):
+            """Skips the search around the best random points: values are rounded anyway."""
+
+            def suggest(self, *args: Any, **options: Any) -> Any:
+                options |= {"n_random": _POINTS, "n_smart": 0}
+                return super().suggest(*args, **options)
+
         optimizer = BayesianOptimization(
             None,
             {"cycle": (0.0, 1.0), "threshold": (0.0, 1.0)},
-            acquisition_function=acquisition.UpperConfidenceBound(kappa=_KAPPA),
+            acquisition_function=Coarse(kappa=_KAPPA),
             random_state=self.samples,
             verbose=0,
             allow_duplicate_points=True,
