@@ -19,6 +19,7 @@ from hvdlite.engine.submissions import Entry
 from hvdlite.exceptions import HvdliteError, SettingsError
 from hvdlite.log import logger
 from hvdlite.settings import Settings
+from hvdlite.timeline.trace import RankEvents, trace_events
 from hvdlite.transport.local_communicator import LocalCommunicator
 from hvdlite.transport.types import DType
 
@@ -354,3 +355,16 @@ def test_a_score_is_a_median_whatever_the_order_of_steps() -> None:
             source.round(["a"], 1000, length)
         scores.add(round(source.scores[0], 6))
     assert scores == {round(4000 / 0.05, 6)}
+
+
+# -- the timeline -----------------------------------------------------------------------
+
+
+def test_a_timeline_shows_when_values_changed() -> None:
+    events = [
+        ("negotiate", "w", 1.0, 1.5, 1, 0, "allreduce", 8),
+        ("mark", "autotune: other values", 2.0),
+    ]
+    trace = list(trace_events([RankEvents(0, 0.0, events, 0)], 1))
+    (mark,) = [event for event in trace if event["ph"] == "i"]
+    assert (mark["name"], mark["ts"], mark["pid"]) == ("autotune: other values", 1e6, 0)
