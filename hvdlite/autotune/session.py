@@ -112,6 +112,7 @@ class Session:
 
     def _tune(self) -> None:
         tuner = self._tuner
+        tuner.prepare()
         parameters = tuner.ask()
         for _ in range(self._warmup_samples):
             self.meter.begin()

@@ -79,6 +79,10 @@ class Tuner:
         self._asked: Parameters | None = None
         self._score = math.nan
 
+    def prepare(self) -> None:
+        """Load the libraries, which takes seconds."""
+        import bayes_opt  # noqa: F401
+
     def ask(self) -> Parameters | None:
         """Return the parameters to measure next, None if there is nothing more to try."""
         self._asked = next(self._plan, None)

@@ -35,25 +35,27 @@ def step(number):
         expected = size * (np.arange(n) % 7 + number % 5) + size * (size - 1) // 2
         assert np.array_equal(hvd.synchronize(handle), expected.astype(np.float32))
 
-def tuned():
-    mine = float(engine._autotune._over) if rank == 0 else 0.0
-    return hvd.allreduce(np.array([mine]), name="tuned", op=hvd.Max)[0] > 0
+def on_rank_0(holds):
+    mine = float(rank == 0 and holds(engine._autotune))
+    return hvd.allreduce(np.array([mine]), name="asked", op=hvd.Max)[0] > 0
+
+def steps_until(holds):
+    began = time.monotonic()
+    number = 0
+    while not on_rank_0(holds):
+        assert time.monotonic() < began + 100
+        for _ in range(10):
+            step(number)
+            number += 1
 """
 
 WHOLE = (
     HEAD
     + """
 subset = hvd.add_process_set(range(size - 1)) if size > 1 else None
-began = time.monotonic()
-number = 0
-while not tuned():
-    assert time.monotonic() < began + 100
-    for _ in range(10):
-        step(number)
-        number += 1
-for _ in range(10):
+steps_until(lambda session: session._over)
+for number in range(10):
     step(number)
-    number += 1
     if subset is not None and subset.included():
         hvd.allreduce(np.ones(1), name="of some", process_set=subset)
 values = {str(i): list(channel.parameters) for i, channel in engine.channels.items()}
@@ -100,8 +102,7 @@ def test_results_are_right_and_all_ranks_end_with_the_same_values(np_size, tmp_p
 CUT_SHORT = (
     HEAD
     + """
-for number in range(60):
-    step(number)
+steps_until(lambda session: session._tuner.samples >= 3)
 hvd.shutdown()
 say(rank, over=True)
 hvd.init()
@@ -125,8 +126,7 @@ def test_a_job_ends_and_begins_again_in_the_middle_of_it(np_size):
 JOINS = (
     HEAD
     + """
-for number in range(40):
-    step(number)
+steps_until(lambda session: session._tuner.samples >= 3)
 for number in range(rank * 10):
     data = np.ones(1000, np.float32)
     there = [r for r in range(size) if number < r * 10]

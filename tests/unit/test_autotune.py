@@ -290,6 +290,8 @@ def test_the_variables_that_are_printed_give_the_same_values_back() -> None:
 
 
 def test_a_tuner_that_breaks_ends_the_tuning_and_not_the_job(told) -> None:
+    pytest.importorskip("bayes_opt")
+
     class Broken(Tuner):
         def tell(self, score: float) -> None:
             raise ZeroDivisionError("of all things")
@@ -301,6 +303,7 @@ def test_a_tuner_that_breaks_ends_the_tuning_and_not_the_job(told) -> None:
 
 
 def test_a_session_that_is_closed_early_says_what_was_best(told) -> None:
+    pytest.importorskip("bayes_opt")
     session = Session(Tuner(START), 2, 1, Clock())
     session.start(lambda *_: None)
     session.close()
