@@ -73,7 +73,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.np(1, 2, 3, 4)
+@pytest.mark.np(1, 2, 4)
 def test_results_are_right_and_all_ranks_end_with_the_same_values(np_size, tmp_path):
     log = tmp_path / "log.csv"
     result = run_job(np_size, WHOLE, 120, {**SETTINGS, "HVDLITE_AUTOTUNE_LOG": str(log)})
@@ -112,7 +112,7 @@ hvd.shutdown()
 )
 
 
-@pytest.mark.np(2, 3)
+@pytest.mark.np(2)
 def test_a_job_ends_and_begins_again_in_the_middle_of_it(np_size):
     env = {**SETTINGS, "HVDLITE_AUTOTUNE_BAYES_OPT_MAX_SAMPLES": "1000"}
     result = run_job(np_size, CUT_SHORT, 60, env)
