@@ -6,15 +6,15 @@ best so far, and only the ratio counts: all scores are relative to the start's.
 Thresholds and cycle times are proposed by Bayesian optimization: a Gaussian process of the
 scores so far, and the point where its upper confidence bound is largest (Srinivas et al., 2010).
 Switches (transport, cache) are tried one at a time at the best point, since they hardly depend
-on each other. What remains goes to the best ones once more, because the best of many noisy
-scores is likely to have been lucky.
+on each other. Then come the best ones once more, because the best of many noisy scores is likely
+to have been lucky, and finally the result is compared with the start directly.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -32,6 +32,7 @@ _SPREAD = 1 / 6, 1 / 2, 5 / 6
 
 _SHARE_OF_SWITCHES = 5
 _SHARE_OF_REPEATS = 5
+_SHARE_OF_CHECKS = 10
 _KAPPA = 1.5
 _POINTS = 2000
 _DOUBT = 0.1
@@ -78,6 +79,9 @@ class Tuner:
         self._plan = self._make_plan()
         self._asked: Parameters | None = None
         self._score = math.nan
+        self._checked: Parameters | None = None
+        self._checks: list[float] = []
+        """Logarithms of how many times as fast as the start it was."""
 
     def prepare(self) -> None:
         """Load the libraries, which takes seconds."""
@@ -103,6 +107,10 @@ class Tuner:
 
         Once some have been measured repeatedly, it is one of these, or the start.
         """
+        if self._checked is not None and self._checks:
+            slower = _mean(self._checks) < 0
+            checked = self.start if slower else self._checked
+            return checked, self.times_start(checked)
         proven = [p for p, logs in self._logs.items() if len(logs) > 1 or p == self.start]
         repeated = any(len(logs) > 1 for logs in self._logs.values())
         best = max(proven if repeated else self._logs, key=self._rank)
@@ -110,7 +118,8 @@ class Tuner:
 
     def times_start(self, parameters: Parameters) -> float:
         """Return how many times as fast as the start parameters are that were measured."""
-        return math.exp(_mean(self._logs[parameters]))
+        is_checked = parameters == self._checked and self._checks
+        return math.exp(_mean(self._checks if is_checked else self._logs[parameters]))
 
     # -- the plan -----------------------------------------------------------------------
 
@@ -120,20 +129,33 @@ class Tuner:
             reference = max((p for p in self._logs if p != candidate), key=self._rank, default=None)
             if reference is None:
                 continue
-            if reference != measured:
-                self.is_reference = True
-                yield reference
-                self.is_reference = False
-            base = self._score
-            yield candidate
+            ratio = yield from self._compare(candidate, reference, reference == measured)
             measured = candidate
-            ratio = math.log(self._score / base)
             self._logs[candidate].append(_mean(self._logs[reference]) + ratio)
+        best, _ = self.best()
+        if best != self.start:
+            # Its score comes from a chain of comparisons, of which any may have been unlucky.
+            self._checked = best
+            while self.samples < self._most_samples:
+                self._checks.append((yield from self._compare(best, self.start)))
+
+    def _compare(
+        self, candidate: Parameters, reference: Parameters, is_known: bool = False
+    ) -> Generator[Parameters, None, float]:
+        """Have two measured, or the first one if the other is what was measured last."""
+        if not is_known:
+            self.is_reference = True
+            yield reference
+            self.is_reference = False
+        base = self._score
+        yield candidate
+        return math.log(self._score / base)
 
     def _candidates(self) -> Iterator[Parameters]:
         switches = self._switches()[: self._most_samples // _SHARE_OF_SWITCHES]
         repeats = self._most_samples // _SHARE_OF_REPEATS
-        for number in range(self._most_samples - len(switches) - repeats):
+        checks = self._most_samples // _SHARE_OF_CHECKS
+        for number in range(self._most_samples - len(switches) - repeats - checks):
             yield self._explore(number)
         for switch in switches:
             yield switch(self._leader())

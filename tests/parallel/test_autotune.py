@@ -84,7 +84,8 @@ def test_results_are_right_and_all_ranks_end_with_the_same_values(np_size, tmp_p
     assert all(v["1"] == v["0"] for v in values if "1" in v), values
     assert not any(result.said[rank][0]["measures"] for rank in range(np_size))
     rows = list(csv.DictReader(io.StringIO(log.read_text())))
-    assert [row["stage"] for row in rows].count("sample") == 10
+    samples = [row["stage"] for row in rows].count("sample")
+    assert samples in (9, 10)  # the last compares with the start, unless that is the result
     final = rows[-1]
     threshold, cycle, capacity, transport = values[0]["0"]
     assert final["stage"] == "final"
@@ -92,7 +93,7 @@ def test_results_are_right_and_all_ranks_end_with_the_same_values(np_size, tmp_p
     assert (float(final["cycle_time_ms"]), final["transport"]) == (round(cycle * 1e3, 6), transport)
     lines = [line for line in result.stderr.splitlines() if "autotune" in line]
     assert len(lines) == 1, lines
-    assert "[rank 0] INFO: autotune has ended after 10 samples" in lines[0]
+    assert f"[rank 0] INFO: autotune has ended after {samples} samples" in lines[0]
     assert f"HVDLITE_FUSION_THRESHOLD={threshold}" in lines[0]
     if np_size > 1:
         tried = {row["transport"] for row in rows}

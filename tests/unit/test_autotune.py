@@ -179,6 +179,15 @@ def test_a_good_start_stays() -> None:
     assert tuner.best() == (start, 1.0)
 
 
+def test_a_bad_measurement_of_the_start_does_not_make_the_result_worse() -> None:
+    pytest.importorskip("bayes_opt")
+    start = Parameters(4 * MIB, 1e-4, 1024, "auto")
+    tuner = Tuner(start, (), 20)
+    scores = iter([0.05])
+    tune(tuner, lambda parameters: next(scores, 1.0 if parameters == start else 0.8))
+    assert tuner.best() == (start, 1.0)
+
+
 def test_switches_stay_where_they_make_no_difference() -> None:
     pytest.importorskip("bayes_opt")
     tuner = Tuner(START, ("auto", "mpi", "ring"), 20)
