@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import os
 import socket
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +19,9 @@ from .transport.base import Communicator, Pending
 from .world import World
 
 if TYPE_CHECKING:
+    from typing import TextIO
+
+    from .engine.engine import Engine
     from .metrics import MetricsServer
 
 __all__ = ["base_communicator", "connect"]
@@ -80,6 +85,7 @@ def connect(base: Communicator, mpi_group: Any, settings: Settings) -> World:
 
     hosts = _gather_text(base, _host_key(settings))
     shared, affinity = _agree(base, settings, hosts)
+    autotune_log = _prepare_autotune(base, shared) if shared.autotune else None
     metrics = _serve_metrics(base, shared, hosts) if shared.metrics_port else None
     options = EngineOptions(
         fusion_threshold=shared.fusion_threshold,
@@ -88,6 +94,7 @@ def connect(base: Communicator, mpi_group: Any, settings: Settings) -> World:
         stall=StallLimits(shared.stall_warning_time, shared.stall_shutdown_time)
         if shared.stall_check
         else None,
+        transport=shared.transport,
     )
     engine = Engine(
         base,
@@ -96,6 +103,8 @@ def connect(base: Communicator, mpi_group: Any, settings: Settings) -> World:
         options,
         affinity=affinity,
     )
+    if shared.autotune and base.rank == 0:
+        _tune(engine, shared, autotune_log)
     state = World(engine, shared, base.rank, base.size, hosts, mpi_group, metrics)
     if metrics is not None:
         metrics.watch(state)
@@ -164,6 +173,48 @@ def _serve_metrics(comm: Communicator, settings: Settings, hosts: list[str]) -> 
     raise HvdliteError(
         f"HVDLITE_METRICS_PORT={settings.metrics_port} cannot be heeded: {'; '.join(texts)}. "
         "Set another port, or none."
+    )
+
+
+def _prepare_autotune(comm: Communicator, settings: Settings) -> TextIO | None:
+    """Return the open log on rank 0; refuse on all ranks what rank 0 cannot do."""
+    from .autotune import EXTRA
+
+    log, trouble = None, ""
+    if comm.rank == 0:
+        # Not imported yet, which takes seconds in which the others would wait.
+        if importlib.util.find_spec("bayes_opt") is None:
+            trouble = f"the library bayesian-optimization is missing on rank 0: {EXTRA}"
+        elif settings.autotune_log is not None:
+            try:
+                log = Path(settings.autotune_log).open("w", encoding="utf-8")  # noqa: SIM115
+            except OSError as error:
+                trouble = f"HVDLITE_AUTOTUNE_LOG cannot be written on rank 0 ({error})"
+    trouble = _gather_text(comm, trouble)[0]
+    if trouble:
+        raise HvdliteError(
+            f"HVDLITE_AUTOTUNE=1 cannot be heeded: {trouble}. Or set HVDLITE_AUTOTUNE=0."
+        )
+    return log
+
+
+def _tune(engine: Engine, settings: Settings, log: TextIO | None) -> None:
+    from .autotune import Session, Tuner
+
+    tuner = Tuner(
+        engine.parameters,
+        engine.transports,
+        settings.autotune_bayes_opt_max_samples,
+        settings.autotune_gaussian_process_noise,
+    )
+    engine.autotune(
+        Session(
+            tuner,
+            settings.autotune_steps_per_sample,
+            settings.autotune_warmup_samples,
+            engine.clock,
+            log,
+        )
     )
 
 

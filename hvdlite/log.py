@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 
-__all__ = ["configure", "logger"]
+__all__ = ["configure", "logger", "tell"]
 
 logger = logging.getLogger("hvdlite")
 
@@ -17,6 +17,13 @@ _LEVELS = {
     "error": logging.ERROR,
     "fatal": logging.CRITICAL,
 }
+
+
+def tell(text: str) -> None:
+    """Show what the user has asked to be told, although it is no warning."""
+    if logger.getEffectiveLevel() <= logging.WARNING:
+        # Past the logger's own level, which hides what nobody has asked for.
+        logger.handle(logger.makeRecord(logger.name, logging.INFO, "", 0, text, (), None))
 
 
 class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]

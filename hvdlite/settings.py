@@ -93,12 +93,23 @@ def _read_port(text: str) -> int:
     return value
 
 
+def _read_number(text: str) -> float:
+    # float() would also take nan, 1_000 and other scripts' digits.
+    if not re.fullmatch(r"\+?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text):
+        raise ValueError
+    return float(text)
+
+
+def _read_fraction(text: str) -> float:
+    value = _read_number(text)
+    if value > 1:
+        raise ValueError
+    return value
+
+
 def _duration(unit: str, *, zero: bool) -> _Kind:
     def read(text: str) -> float:
-        # float() would also take nan, 1_000 and other scripts' digits.
-        if not re.fullmatch(r"\+?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text):
-            raise ValueError
-        value = float(text)
+        value = _read_number(text)
         if math.isinf(value) or (value == 0 and not zero):
             raise ValueError
         return value
@@ -129,6 +140,7 @@ def _read_file(text: str) -> str:
 _BOOL = _Kind("1 or 0, true or false, yes or no, on or off", _read_bool, lambda on: str(int(on)))
 _FILE = _Kind("the name of a file", _read_file, lambda _: "unset")
 _NAME = _Kind("a name", str, lambda value: "unset" if value is None else str(value))
+_FRACTION = _Kind("a number from 0 to 1", _read_fraction, lambda value: f"{value:g}")
 _PORT = _Kind("a port number, 0 to 65535", _read_port)
 _CORES = _Kind("core numbers separated by commas", _read_cores, lambda _: "unset")
 
@@ -257,6 +269,34 @@ class Settings:
         "Bytes below which MPI's own collectives are used (not for allreduce in shared memory).",
         horovod=False,
     )
+    autotune: bool = _knob(
+        False,
+        _BOOL,
+        "AUTOTUNE",
+        "Find fusion threshold, cycle time, cache and transport while training; those set are "
+        "where it begins.",
+    )
+    autotune_log: str | None = _knob(
+        None, _FILE, "AUTOTUNE_LOG", "CSV file for what autotune has tried and measured."
+    )
+    autotune_warmup_samples: int = _knob(
+        3, _integer("samples"), "AUTOTUNE_WARMUP_SAMPLES", "Samples that are discarded first."
+    )
+    autotune_steps_per_sample: int = _knob(
+        10, _integer("steps", minimum=1), "AUTOTUNE_STEPS_PER_SAMPLE", "Steps of each sample."
+    )
+    autotune_bayes_opt_max_samples: int = _knob(
+        20,
+        _integer("samples", minimum=1),
+        "AUTOTUNE_BAYES_OPT_MAX_SAMPLES",
+        "Samples after which the best values stay.",
+    )
+    autotune_gaussian_process_noise: float = _knob(
+        0.8,
+        _FRACTION,
+        "AUTOTUNE_GAUSSIAN_PROCESS_NOISE",
+        "How much the scores of samples are to be distrusted, from 0 to 1.",
+    )
     metrics_port: int = _knob(
         0,
         _PORT,
@@ -353,14 +393,7 @@ def _refuse_unknown(given: Mapping[str, str], known: list[str]) -> None:
 
 
 # Horovod's variables for features that hvdlite does not have yet: their users should know.
-_NOT_YET = frozenset(
-    _THEIRS + suffix
-    for suffix in """
-    AUTOTUNE AUTOTUNE_LOG AUTOTUNE_WARMUP_SAMPLES AUTOTUNE_STEPS_PER_SAMPLE
-    AUTOTUNE_BAYES_OPT_MAX_SAMPLES AUTOTUNE_GAUSSIAN_PROCESS_NOISE
-    ELASTIC
-    """.split()
-)
+_NOT_YET = frozenset({_THEIRS + "ELASTIC"})
 
 # Horovod's variables that can be ignored without loss: its launchers', its build's, and those
 # of devices, libraries and algorithms that hvdlite does without.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -185,14 +184,6 @@ FILE_KEYS: Mapping[str, Mapping[str, str]] = {
 """horovodrun's configuration file: the parameter that each key of each section sets."""
 
 
-def _known_variables() -> set[str]:
-    return {
-        spelling.variable
-        for field in dataclasses.fields(Settings)
-        for spelling in field.metadata["knob"].spellings
-    }
-
-
 def settings_of(given: Mapping[str, Any]) -> dict[str, str]:
     """Return the variables that a command line asks for.
 
@@ -200,9 +191,8 @@ def settings_of(given: Mapping[str, Any]) -> dict[str, str]:
         given: values by parameter; None where the user gave none.
 
     Raises:
-        LaunchProblem: a value is out of range, or hvdlite has no such feature yet.
+        LaunchProblem: a value is out of range.
     """
-    known = _known_variables()
     variables = {}
     for setting in SETTINGS:
         value = given.get(setting.name)
@@ -212,10 +202,6 @@ def settings_of(given: Mapping[str, Any]) -> dict[str, str]:
         if not isinstance(value, (bool, str)) and value < 0:
             raise LaunchProblem(f"{flag} is {value:g}, but it must be 0 or more.")
         variable = f"HVDLITE_{setting.variable}"
-        if variable not in known:
-            if value is False:
-                continue  # a feature that is not there is off
-            raise LaunchProblem(f"{flag}: hvdlite cannot do this yet.")
         if isinstance(value, bool):
             text = str(int(value != setting.inverted))
         elif isinstance(value, str):

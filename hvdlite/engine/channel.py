@@ -10,9 +10,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from ..autotune import Meter, Parameters
 from ..exceptions import HvdliteInternalError, MismatchError
 from ..log import logger
 from ..transport.adasum import Adasum
+from ..transport.auto import choices
 from ..transport.base import TAGS, Communicator, Transport
 from ..transport.task import Task
 from .coordinator import show_ranks
@@ -55,9 +57,7 @@ class Channel:
         transport: Transport,
         ranks: Sequence[int],
         *,
-        fusion_threshold: int,
-        cache_capacity: int,
-        cycle_time: float,
+        parameters: Parameters,
         counters: Counters,
         on_change: Callable[[Response, Entry], None] | None = None,
         on_announcement: Callable[[Announcement], None] | None = None,
@@ -70,8 +70,7 @@ class Channel:
             control: the private communicator of the rounds.
             transport: moves the data, on a communicator of its own.
             ranks: the set's ranks, numbered as users know them.
-            fusion_threshold: bytes.
-            cycle_time: seconds between rounds that lead to nothing.
+            parameters: in force until `retune` brings others.
             on_change: called for an agreed change of the process sets.
             on_announcement: called for what a rank has announced to all.
             set_id: the set's number.
@@ -80,20 +79,24 @@ class Channel:
         self.control = control
         self.transport = transport
         self.ranks = tuple(ranks)
-        self.negotiator = Negotiator(control, cache_capacity, self.ranks, transport.words)
+        self.negotiator = Negotiator(
+            control, parameters.cache_capacity, self.ranks, transport.words
+        )
         self.closed_by: str | None = None
-        self._fusion_threshold = fusion_threshold
-        self._cycle_time = cycle_time
+        self.parameters = parameters
+        self._choices = choices(transport)
+        self._chosen = self._choices.get(parameters.transport, transport)
         self._counters = counters
         self._on_change = on_change
         self._on_announcement = on_announcement
         self._set_id = set_id
         self._rounds = 0
+        self._buffers = FusionBuffers(IN_FLIGHT, transport.allocate)
         self._executor = Executor(
             transport,
             control.rank,
             control.size,
-            FusionBuffers(IN_FLIGHT, transport.allocate),
+            self._buffers,
             counters,
             adasum,
             set_id,
@@ -107,6 +110,8 @@ class Channel:
         self._tag = 0
         self.recorder: Recorder | None = None
         """What notes down events for a timeline, while there is one."""
+        self.meter: Meter | None = None
+        """What measures for autotune, on the rank that does and while it does."""
 
     @property
     def in_flight(self) -> int:
@@ -186,9 +191,8 @@ class Channel:
         else:
             counters.empty_rounds += 1
         waited = now - self._in_vain_since
-        pause = min(
-            max(self._cycle_time, waited * _PATIENCE), max(self._cycle_time, _LONGEST_PAUSE)
-        )
+        cycle_time = self.parameters.cycle_time
+        pause = min(max(cycle_time, waited * _PATIENCE), max(cycle_time, _LONGEST_PAUSE))
         # A round that led to something may well be followed by another one at once.
         self._next_round = now + (0.0 if outcome.agreed else pause)
         runnable: list[tuple[Response, Entry | None]] = []
@@ -206,13 +210,18 @@ class Channel:
                         # A group of no tensors, or a barrier: agreement is all there is to it.
                         entry.handle.finish([])
                 runnable.append((response, entry))
-        batches = plan(runnable, self._fusion_threshold)
+        batches = plan(runnable, self.parameters.fusion_threshold)
+        for batch in batches:
+            batch.transport = self._chosen
+        if self.meter is not None:
+            self.meter.agreed(outcome.agreed)
         if recorder is not None:
             recorder.unfinished += len(batches)
             for batch in batches:
                 batch.round = self._rounds
                 batch.recorder = recorder
         self._queue.extend(batches)
+        self._notice_rest()
         if outcome.join is not None:
             assert outcome.last_joined is not None
             outcome.join.handle.finish(self.ranks[outcome.last_joined])
@@ -293,4 +302,31 @@ class Channel:
                 moved |= task.advance(tests)
         if moved:
             self._in_flight = [item for item in self._in_flight if not item[0].finished]
+            self._notice_rest()
         return moved
+
+    # -- autotune -----------------------------------------------------------------------
+
+    def retune(self, parameters: Parameters) -> None:
+        """Apply new parameters to what is planned from now on.
+
+        All ranks call this after one and the same round. Batches keep what they were planned
+        with, and the buffers that they use.
+        """
+        if parameters.cache_capacity != self.parameters.cache_capacity:
+            self.negotiator.replace_cache(parameters.cache_capacity)
+        self._chosen = self._choices.get(parameters.transport, self._chosen)
+        self.parameters = parameters
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """Names of the transports that there are to choose from."""
+        return tuple(self._choices)
+
+    def trim_buffers(self) -> None:
+        """Free the memory that larger thresholds have taken."""
+        self._buffers.trim(self.parameters.fusion_threshold)
+
+    def _notice_rest(self) -> None:
+        if self.meter is not None and not self._in_flight and not self._queue:
+            self.meter.rests()

@@ -7,6 +7,7 @@ never waits; driver.py decides which thread takes the steps, and when.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 import time
@@ -15,6 +16,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ..autotune import Parameters, Session
 from ..exceptions import DuplicateNameError, HvdliteInternalError, HvdliteTimeoutError
 from ..log import logger
 from ..timeline import Recorder, Timeline
@@ -34,6 +36,8 @@ __all__ = ["GLOBAL_SET", "Engine", "EngineOptions"]
 
 GLOBAL_SET = 0
 """Number of the process set that all ranks belong to."""
+
+_RETUNE = "autotune.retune"
 
 _forks = 0
 """How often this process was forked off since it imported this."""
@@ -57,6 +61,8 @@ class EngineOptions:
     """Seconds."""
     stall: StallLimits | None
     """None switches the inspector off."""
+    transport: str = "auto"
+    """Name of the transports that are made."""
 
 
 class Engine:
@@ -91,14 +97,23 @@ class Engine:
         self._control = control
         self._data = data
         self._make_transport = make_transport
+        self.parameters = Parameters(
+            options.fusion_threshold,
+            options.cycle_time,
+            options.cache_capacity,
+            options.transport,
+        )
+        """What process sets begin with."""
         self._options = options
-        self._clock = clock
+        self.clock = clock
         self._communicators: dict[int, tuple[Communicator, Communicator]] = {}
         self._inspectors: dict[int, tuple[StallInspector, Task]] = {}
         self._removed: list[int] = []
         self._next_set = GLOBAL_SET
         self._submitted: deque[tuple[int, Entry]] = deque()
         self._announcements: deque[Announcement] = deque()
+        self._retunes: deque[Announcement] = deque()
+        self._autotune: Session | None = None
         self._chores: list[Task] = []
         """What all ranks do beside the rounds, in the same order."""
         self._timeline = Timeline(control, clock, self._record_with)
@@ -114,6 +129,30 @@ class Engine:
     def start(self) -> None:
         """Start the background thread."""
         self._driver.start()
+        if self._autotune is not None:
+            self._autotune.start(self.retune)
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """Names of the transports that the ranks can choose from."""
+        return self.channels[GLOBAL_SET].transports
+
+    def autotune(self, session: Session) -> None:
+        """Let a session measure and retune the set of all ranks (on rank 0, before `start`)."""
+        self._autotune = session
+        self.channels[GLOBAL_SET].meter = session.meter
+
+    def retune(self, parameters: Parameters, final: bool) -> None:
+        """Have all ranks apply parameters after one and the same round.
+
+        That is the next one in which all take part anyway: an idle job stays idle for it, and
+        one that ends does so without it.
+
+        Args:
+            parameters: for the process set of all ranks.
+            final: whether they are for the other sets, too.
+        """
+        self._retunes.append((_RETUNE, *parameters, final))
 
     def undo(self) -> None:
         """Free what was made, where the engine is not going to be started (collective)."""
@@ -142,7 +181,7 @@ class Engine:
             self._refuse_fork()
         names = self._names[set_id]
         handle = Handle(self, name, request.kind, names)
-        entry = Entry(request, inputs, outputs, handle, self._clock(), name)
+        entry = Entry(request, inputs, outputs, handle, self.clock(), name)
         if result is not None:
             entry.result = result
         driver = self._driver
@@ -165,9 +204,9 @@ class Engine:
     def wait(self, handle: Handle, timeout: float | None = None) -> None:
         """Drive the engine until a handle is done. Raises HvdliteTimeoutError."""
         self._refuse_fork()
-        start = self._clock()
+        start = self.clock()
         done = self._driver.drive_until(handle.done, timeout)
-        end = self._clock()
+        end = self.clock()
         self.counters.waiting_seconds += end - start
         recorder = self._timeline.recorder
         if recorder is not None:
@@ -221,6 +260,8 @@ class Engine:
         if self._failure is None:
             self._driver.drive_until(self._closed, leaving=True)
         self._driver.stop()
+        if self._autotune is not None:
+            self._autotune.close()
         self._timeline.finish()
         if self._failure is None:
             # Callers that waited in other threads may be in the middle of a step.
@@ -306,7 +347,7 @@ class Engine:
                 until = channel.sleeps_until()
                 if until is None:
                     return None
-                due = min(due, until - self._clock())
+                due = min(due, until - self.clock())
         return max(due, 0.0)
 
     # -- the step -----------------------------------------------------------------------
@@ -324,7 +365,7 @@ class Engine:
             return False
         try:
             moved = self._take_in()
-            now = self._clock()
+            now = self.clock()
             for channel in list(self.channels.values()):
                 moved |= channel.advance(now, tests)
             if self._removed:
@@ -348,6 +389,8 @@ class Engine:
         while self._announcements:
             moved = True
             self.channels[GLOBAL_SET].negotiator.announce(self._announcements.popleft())
+        while self._retunes:
+            self.channels[GLOBAL_SET].negotiator.announce(self._retunes.popleft(), urgent=False)
         while self._submitted:
             set_id, entry = self._submitted.popleft()
             moved = True
@@ -394,25 +437,23 @@ class Engine:
         self._next_set += 1
         if control is None or data is None:
             return set_id
-        options = self._options
         channel = Channel(
             control,
             self._make_transport(data, ranks),
             ranks,
-            fusion_threshold=options.fusion_threshold,
-            cache_capacity=options.cache_capacity,
-            cycle_time=options.cycle_time,
+            parameters=self.parameters,
             counters=self.counters,
             on_change=self._change_sets,
-            on_announcement=self._act_on if set_id == GLOBAL_SET else None,
+            on_announcement=functools.partial(self._act_on, set_id),
             set_id=set_id,
             adasum=Adasum(data),
         )
         channel.recorder = self._timeline.recorder
         self._communicators[set_id] = control, data
-        if options.stall is not None and len(ranks) > 1:
+        stall = self._options.stall
+        if stall is not None and len(ranks) > 1:
             inspector = StallInspector(
-                control, ranks, options.stall, lambda: self._waiting(channel), self._clock
+                control, ranks, stall, lambda: self._waiting(channel), self.clock
             )
             self._inspectors[set_id] = inspector, Task(inspector.watch())
         self.channels[set_id] = channel
@@ -448,9 +489,18 @@ class Engine:
         """Save what would be lost when the process ends without `shutdown`."""
         self._timeline.rescue()
 
-    def _act_on(self, announcement: Announcement) -> None:
+    def _act_on(self, set_id: int, announcement: Announcement) -> None:
         what, *details = announcement
-        if what == START:
+        if what == _RETUNE:
+            threshold, cycle_time, capacity, transport, final = details
+            self._retune(
+                set_id,
+                Parameters(int(threshold), float(cycle_time), int(capacity), str(transport)),
+                bool(final),
+            )
+        elif set_id != GLOBAL_SET:
+            return
+        elif what == START:
             path, mark_cycles = details
             self._add_chore(self._timeline.start(str(path), bool(mark_cycles)))
         elif what == STOP:
@@ -459,6 +509,26 @@ class Engine:
         elif what == CLOSED:
             # Every rank comes here after the same round, so nobody has to announce the end.
             self._add_chore(self._timeline.stop())
+
+    def _retune(self, set_id: int, parameters: Parameters, final: bool) -> None:
+        channel = self.channels[set_id]
+        channel.retune(parameters)
+        if final:
+            channel.trim_buffers()
+        if set_id != GLOBAL_SET:
+            return
+        if self._timeline.recorder is not None:
+            self._timeline.recorder.note("mark", f"autotune: {parameters}", self.clock())
+        if final:
+            channel.meter = None
+            # Sets are made in rounds of this channel: after this one, all ranks agree on it.
+            self.parameters = parameters
+            for other in self.channels.values():
+                # Their rounds come when they come. One of their ranks has to tell the rest.
+                if other is not channel and other.control.rank == 0:
+                    other.negotiator.announce((_RETUNE, *parameters, True), urgent=False)
+        if self._autotune is not None:
+            self._autotune.applied(parameters, final)
 
     def _record_with(self, recorder: Recorder | None) -> None:
         for channel in self.channels.values():
@@ -478,7 +548,7 @@ class Engine:
     # -- stalls -------------------------------------------------------------------------
 
     def _waiting(self, channel: Channel) -> Waiting:
-        now = self._clock()
+        now = self.clock()
         return {
             display(entry.key, entry.request.kind): now - entry.submitted
             for entry in [*channel.negotiator.pending.values(), *channel.executing()]

@@ -58,6 +58,9 @@ class Executor:
         if batch.recorder is not None:
             batch.recorder.unfinished -= 1
 
+    def _transport(self, batch: Batch) -> Transport:
+        return self.transport if batch.transport is None else batch.transport
+
     def _packing(self, batch: Batch) -> AbstractContextManager[Any]:
         return self._watched(self.counters.packing, "pack", batch)
 
@@ -82,7 +85,7 @@ class Executor:
 
     def _allreduce(self, batch: Batch, tag: int) -> Operation[None]:
         pieces, dtype, request = batch.pieces, batch.dtype, batch.request
-        scattered = self.transport.scattered
+        scattered = self._transport(batch).scattered
         if (
             scattered is not None
             and len(pieces) > 1
@@ -153,7 +156,7 @@ class Executor:
             return staged(adasum, staging, len(buffer))
         resident = request.resident or len(pieces) > 1
         op = _transport_op(request.op)
-        return self.transport.allreduce(buffer, dtype, op, finish, tag, resident, staging)
+        return self._transport(batch).allreduce(buffer, dtype, op, finish, tag, resident, staging)
 
     def _reduce_scatter(self, batch: Batch, tag: int) -> Operation[None]:
         pieces, dtype = batch.pieces, batch.dtype
@@ -188,7 +191,7 @@ class Executor:
             self._before(buffer, dtype, request)
         with self._moving(batch):
             if len(buffer):
-                yield from self.transport.reduce_scatter(
+                yield from self._transport(batch).reduce_scatter(
                     buffer,
                     counts,
                     dtype,
@@ -262,7 +265,7 @@ class Executor:
                     at += nbytes
         with self._moving(batch):
             if len(buffer):
-                yield from self.transport.allgather(buffer, counts, tag)
+                yield from self._transport(batch).allgather(buffer, counts, tag)
         with self._unpacking(batch):
             if scratch is not None:
                 self._unpack_gathered(pieces, outputs, buffer)
@@ -309,7 +312,7 @@ class Executor:
                         np.copyto(target, entry.inputs[piece.index])
         with self._moving(batch):
             if len(buffer):
-                yield from self.transport.broadcast(buffer, root, tag)
+                yield from self._transport(batch).broadcast(buffer, root, tag)
         with self._unpacking(batch):
             if scratch is not None:
                 for piece, entry, source in _byte_places(batch, buffer):
@@ -330,7 +333,7 @@ class Executor:
         recv = np.empty((sum(received), *piece.shape[1:]), dtype=piece.dtype.storage)
         with self._moving(batch):
             if width:
-                yield from self.transport.alltoall(
+                yield from self._transport(batch).alltoall(
                     _bytes(send),
                     [rows * width for rows in splits[self.rank]],
                     _bytes(recv),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..transport.base import Transport
 from ..transport.types import Array, DType
 from .requests import Kind, Piece, Request, Response
 from .submissions import Entry
@@ -32,6 +33,8 @@ class Batch:
     nbytes: int = 0
     round: int = 0
     """In which its tensors were agreed on; counted by the process set."""
+    transport: Transport | None = None
+    """Moves it: settled when it is planned, since ranks carry it out at different times."""
     lane: int = 0
     """Told apart from the batches that are in flight at the same time."""
     recorder: Recorder | None = None
@@ -112,3 +115,7 @@ class FusionBuffers:
 
     def release(self, buffer: Array) -> None:
         self._free.append(buffer)
+
+    def trim(self, nbytes: int) -> None:
+        """Let go of buffers that are larger than so many bytes and not in use."""
+        self._free = [b if len(b) <= nbytes else np.empty(0, dtype=np.uint8) for b in self._free]

@@ -76,6 +76,8 @@ class Negotiator:
         """Whether this rank knows anything that its last round did not tell."""
         self._coordinator = Coordinator(ranks) if comm.rank == 0 else None
         self._announcements: list[Announcement] = []
+        self._is_urgent = False
+        """Whether any of them is worth a round of its own."""
         self._leaving: str | None = None
         self._leaving_now = False
         self._joins = False
@@ -114,15 +116,29 @@ class Negotiator:
             self._leaving_now |= now
             self.fresh = True
 
-    def announce(self, announcement: Announcement) -> None:
-        """Tell all ranks something in the next round, this one included."""
+    def announce(self, announcement: Announcement, urgent: bool = True) -> None:
+        """Tell all ranks something in the next round, this one included.
+
+        Args:
+            announcement: see there.
+            urgent: whether to begin a round for it.
+        """
         self._announcements.append(announcement)
-        self.fresh = True
+        if urgent:
+            self._is_urgent = self.fresh = True
+
+    def replace_cache(self, capacity: int) -> None:
+        """Begin with an empty cache (on all ranks after one and the same round)."""
+        self._news += [*self._ready_slots.values(), *self._conflicts.values()]
+        self.fresh |= bool(self._ready_slots or self._conflicts)
+        self._ready_slots.clear()
+        self._conflicts.clear()
+        self.cache = ResponseCache(capacity)
 
     def wants_round(self) -> bool:
         """Whether this rank has any business with the others."""
         return not self.closed and (
-            bool(self.pending) or self._leaving is not None or bool(self._announcements)
+            bool(self.pending) or self._leaving is not None or self._is_urgent
         )
 
     def _classify(self, entry: Entry) -> None:
@@ -264,6 +280,7 @@ class Negotiator:
         self._news.clear()
         news = News(requests, self._leaving if closing else None, tuple(self._announcements))
         self._announcements.clear()
+        self._is_urgent = False
         if self._coordinator is None:
             yield comm.isend(encode(news), 0, NEWS_TAG)
             data = yield from receive(comm, 0, REPLY_TAG)

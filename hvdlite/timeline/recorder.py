@@ -35,7 +35,8 @@ class Recorder:
     - `("pack" | "move" | "unpack", names, begin, end, round, set_id, lane, tensors, nbytes)`:
       a batch; the names, of groups once, are those that this rank has submitted;
     - `("wait", name, begin, end, thread)`: a caller blocked until a tensor was complete;
-    - `("cycle", begin, end, round, set_id, ready)`: a round, if those are marked.
+    - `("cycle", begin, end, round, set_id, ready)`: a round, if those are marked;
+    - `("mark", text, time)`: something that changed at once.
 
     Args:
         clock: tells the time.

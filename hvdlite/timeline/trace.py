@@ -139,6 +139,12 @@ class _Rank:
                 _, begin, end, round_, set_id, ready = event
                 row = self._row("rounds", set_id, 0)
                 yield self._span(row, "round", begin, end, {"round": round_, "ready": ready})
+            elif what == "mark":
+                _, text, time = event
+                yield {
+                    "ph": "i", "name": text, "cat": "mark", "s": "p", "pid": rank, "tid": 0,
+                    "ts": self._micro(time),
+                }  # fmt: skip
             elif what == "wait":
                 _, name, begin, end, thread = event
                 row = self._row("waiting", 0, thread)

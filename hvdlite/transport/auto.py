@@ -20,6 +20,7 @@ __all__ = [
     "AllreduceLimits",
     "AutoTransport",
     "TransportSettings",
+    "choices",
     "make_transport",
 ]
 
@@ -147,6 +148,11 @@ class AutoTransport:
         self.scattered = large.scattered
         self._small_bytes = settings.small_bytes
 
+    @property
+    def choices(self) -> dict[str, Transport]:
+        """This and its parts, by the names of `HVDLITE_TRANSPORT`."""
+        return {"auto": self, "mpi": self._small, _NAMES[type(self._large)]: self._large}
+
     def _by_size(self, buffer: Array) -> Transport:
         return self._small if buffer.nbytes < self._small_bytes else self._large
 
@@ -208,3 +214,18 @@ class AutoTransport:
         """Release what the transports hold (collective, after the last operation)."""
         self._small.close()
         self._large.close()
+
+
+_NAMES: dict[type, str] = {
+    RingTransport: "ring",
+    SharedMemoryTransport: "shared_memory",
+    HierarchicalTransport: "hierarchical",
+}
+
+
+def choices(transport: Transport) -> dict[str, Transport]:
+    """Return what may carry a batch in a transport's place, the same names on every rank.
+
+    Operations of all of them may be in flight at once.
+    """
+    return transport.choices if isinstance(transport, AutoTransport) else {}

@@ -64,6 +64,28 @@ def dry(*flags: str) -> dict[str, str]:
             ["--stall-check-shutdown-time-seconds", "9"],
             {"HVDLITE_STALL_SHUTDOWN_TIME_SECONDS": "9"},
         ),
+        (
+            ["--autotune", "--autotune-log-file", "a.csv", "--autotune-warmup-samples", "0"],
+            {
+                "HVDLITE_AUTOTUNE": "1",
+                "HVDLITE_AUTOTUNE_LOG": "a.csv",
+                "HVDLITE_AUTOTUNE_WARMUP_SAMPLES": "0",
+            },
+        ),
+        (
+            ["--no-autotune", "--autotune-steps-per-sample", "5"],
+            {"HVDLITE_AUTOTUNE": "0", "HVDLITE_AUTOTUNE_STEPS_PER_SAMPLE": "5"},
+        ),
+        (
+            [
+                *("--autotune-bayes-opt-max-samples", "9"),
+                *("--autotune-gaussian-process-noise", "0.25"),
+            ],
+            {
+                "HVDLITE_AUTOTUNE_BAYES_OPT_MAX_SAMPLES": "9",
+                "HVDLITE_AUTOTUNE_GAUSSIAN_PROCESS_NOISE": "0.25",
+            },
+        ),
         (["--thread-affinity", "0,1"], {"HVDLITE_THREAD_AFFINITY": "0,1"}),
         (["--log-level", "DEBUG"], {"HVDLITE_LOG_LEVEL": "DEBUG"}),
         (["--log-without-timestamp"], {"HVDLITE_LOG_HIDE_TIME": "1"}),
@@ -158,6 +180,7 @@ def test_the_file_sets_what_the_command_line_does_not(tmp_path: Path) -> None:
         "HVDLITE_THREAD_AFFINITY": "0,1",
         "HVDLITE_LOG_LEVEL": "INFO",
         "HVDLITE_LOG_HIDE_TIME": "1",
+        "HVDLITE_AUTOTUNE": "0",
     }
     assert dry("--config-file", path) == expected
     # The command line wins, wherever it stands.

@@ -34,6 +34,12 @@ SHARED = {
     "TIMELINE_MARK_CYCLES": "timeline_mark_cycles",
     "LOG_LEVEL": "log_level",
     "LOG_HIDE_TIME": "log_hide_time",
+    "AUTOTUNE": "autotune",
+    "AUTOTUNE_LOG": "autotune_log",
+    "AUTOTUNE_WARMUP_SAMPLES": "autotune_warmup_samples",
+    "AUTOTUNE_STEPS_PER_SAMPLE": "autotune_steps_per_sample",
+    "AUTOTUNE_BAYES_OPT_MAX_SAMPLES": "autotune_bayes_opt_max_samples",
+    "AUTOTUNE_GAUSSIAN_PROCESS_NOISE": "autotune_gaussian_process_noise",
 }
 OURS = {
     "STALL_CHECK": "stall_check",
@@ -58,6 +64,12 @@ SAMPLES = {
     "TIMELINE_MARK_CYCLES": ("1", True),
     "LOG_LEVEL": ("Debug", "debug"),
     "LOG_HIDE_TIME": ("1", True),
+    "AUTOTUNE": ("1", True),
+    "AUTOTUNE_LOG": ("/tmp/log.csv", "/tmp/log.csv"),
+    "AUTOTUNE_WARMUP_SAMPLES": ("0", 0),
+    "AUTOTUNE_STEPS_PER_SAMPLE": ("5", 5),
+    "AUTOTUNE_BAYES_OPT_MAX_SAMPLES": ("7", 7),
+    "AUTOTUNE_GAUSSIAN_PROCESS_NOISE": ("0.5", 0.5),
     "STALL_CHECK": ("off", False),
     "TRANSPORT": ("ring", "ring"),
     "BUCKET_BYTES": ("1", 1),
@@ -74,6 +86,7 @@ SPELLINGS += [("HVDLITE_" + suffix, field) for suffix, field in OURS.items()]
 WHOLE_NUMBERS = [
     "FUSION_THRESHOLD",
     "CACHE_CAPACITY",
+    "AUTOTUNE_WARMUP_SAMPLES",
     "BUCKET_BYTES",
     "SEGMENT_BYTES",
     "SMALL_BYTES",
@@ -113,6 +126,12 @@ def test_defaults() -> None:
         "bucket_bytes": 4 * 1024 * 1024,
         "segment_bytes": 256 * 1024,
         "small_bytes": 16 * 1024,
+        "autotune": False,
+        "autotune_log": None,
+        "autotune_warmup_samples": 3,
+        "autotune_steps_per_sample": 10,
+        "autotune_bayes_opt_max_samples": 20,
+        "autotune_gaussian_process_noise": 0.8,
         "metrics_port": 0,
         "metrics_host": "127.0.0.1",
         "abort_on_exception": True,
@@ -151,8 +170,8 @@ def test_empty_is_unset(variable: str, field: str, text: str) -> None:
 def test_ours_wins_and_a_difference_is_told(suffix: str) -> None:
     text, value = SAMPLES[suffix]
     other = {"HOSTNAME": "x", "LOG_LEVEL": "error", "DYNAMIC_PROCESS_SETS": "1"}.get(suffix, "0")
-    if suffix in ("CACHE_CAPACITY", "STALL_CHECK_TIME_SECONDS"):
-        other = "5"
+    if suffix in ("CACHE_CAPACITY", "STALL_CHECK_TIME_SECONDS") or "SAMPLE" in suffix:
+        other = "3"
     environ = {f"HOROVOD_{suffix}": other, f"HVDLITE_{suffix}": text}
     with pytest.warns(UserWarning) as caught:
         settings = Settings.from_environment(environ)
@@ -361,9 +380,9 @@ def test_unknown_horovod_variables_give_one_warning() -> None:
 
 def test_horovod_features_that_are_missing_give_one_warning() -> None:
     with pytest.warns(UserWarning) as caught:
-        read(HOROVOD_AUTOTUNE="1", HOROVOD_ELASTIC="0")
+        read(HOROVOD_ELASTIC="1", HOROVOD_AUTOTUNE="0")
     assert [str(warning.message) for warning in caught] == [
-        "hvdlite cannot do this yet and ignores HOROVOD_AUTOTUNE"
+        "hvdlite cannot do this yet and ignores HOROVOD_ELASTIC"
     ]
 
 
