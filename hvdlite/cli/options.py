@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..settings import Settings
 from .problems import LaunchProblem
 
 __all__ = ["FILE_KEYS", "REFUSED", "SETTINGS", "Setting", "settings_of"]
@@ -210,18 +209,5 @@ def settings_of(given: Mapping[str, Any]) -> dict[str, str]:
             text = f"{value * setting.factor:.15g}"
         variables[variable] = text
     if given.get("hierarchical_allreduce"):
-        _check_hierarchical()
         variables["HVDLITE_TRANSPORT"] = "hierarchical"
     return variables
-
-
-def _check_hierarchical() -> None:
-    from ..exceptions import SettingsError
-
-    try:
-        Settings.from_environment({"HVDLITE_TRANSPORT": "hierarchical"})
-    except SettingsError:
-        raise LaunchProblem(
-            "--hierarchical-allreduce: hvdlite has no two-level transport yet; inside a host "
-            "it reduces in shared memory by itself."
-        ) from None

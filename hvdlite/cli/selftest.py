@@ -16,11 +16,14 @@ def measure() -> dict[str, Any]:
     Returns:
         `threads` (whether MPI is used from threads), `right` (whether the sum was),
         `latency_us` (median of a scalar allreduce, microseconds), `bandwidth_gbs` (bus
-        bandwidth of 16 MiB of float32, 10^9 bytes per second), `hosts`.
+        bandwidth of 16 MiB of float32, 10^9 bytes per second), `hosts`, `direct` (whether
+        ranks reach each other's memory).
     """
     import numpy as np
 
     import hvdlite as hvd
+    from hvdlite.engine.engine import GLOBAL_SET
+    from hvdlite.world import engine
 
     hvd.init()
     n = hvd.size()
@@ -35,6 +38,7 @@ def measure() -> dict[str, Any]:
         "bandwidth_gbs": moved / seconds / 1e9,
         "threads": hvd.mpi_threads_supported(),
         "hosts": hvd.cross_size(),
+        "direct": engine().channels[GLOBAL_SET].transport.scattered is not None,
     }
     hvd.shutdown()
     return result
