@@ -5,15 +5,18 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+import torch
+
 import hvdlite
 from hvdlite import ProcessSet
 from hvdlite.collectives import resolve_op
 from hvdlite.engine.submit import factor_of
 from hvdlite.transport.types import ReduceOp
 
-from .compression import Compressor
+from .compression import BF16Compressor, Compressor, FP16Compressor
 
 __all__ = [
+    "cast_type",
     "checked_compression",
     "checked_factor",
     "checked_integer",
@@ -111,3 +114,16 @@ def checked_process_set(value: Any, function: str) -> ProcessSet:
             f"not {value!r} ({whereabouts()})."
         )
     return value
+
+
+def cast_type(compression: object, dtype: torch.dtype) -> torch.dtype | None:
+    """Return the type to which the engine can cast elements while it moves others.
+
+    Returns:
+        None where there is nothing to cast, or where `compression` does more than that.
+    """
+    if dtype not in (torch.float32, torch.float64):
+        return None
+    if compression is BF16Compressor:
+        return torch.bfloat16
+    return torch.float16 if compression is FP16Compressor else None

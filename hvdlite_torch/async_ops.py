@@ -13,7 +13,7 @@ from hvdlite.collectives.arrays import only, then
 from hvdlite.engine import submit
 from hvdlite.transport.types import Array, ReduceOp
 
-from .compression import cast_type
+from .arguments import cast_type
 from .eager import eager
 from .tensors import (
     Target,

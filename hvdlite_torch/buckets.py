@@ -23,8 +23,8 @@ from hvdlite import Handle, MismatchError, ProcessSet
 from hvdlite.engine.submit import allocate_buffer, reduces_scattered, submit_allreduce
 from hvdlite.transport.types import ReduceOp
 
-from .arguments import whereabouts
-from .compression import Compressor, NoneCompressor, cast_type
+from .arguments import cast_type, whereabouts
+from .compression import Compressor, NoneCompressor
 from .compressors import Exchange, GradientCompressor, Part
 from .progress import announce
 from .slots import Slot

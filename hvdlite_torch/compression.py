@@ -9,14 +9,7 @@ import torch
 if TYPE_CHECKING:
     from .compressors import Int8Compressor, PowerSGDCompressor, TopKCompressor
 
-__all__ = [
-    "BF16Compressor",
-    "Compression",
-    "Compressor",
-    "FP16Compressor",
-    "NoneCompressor",
-    "cast_type",
-]
+__all__ = ["BF16Compressor", "Compression", "Compressor", "FP16Compressor", "NoneCompressor"]
 
 
 class Compressor:
@@ -77,19 +70,6 @@ def _narrow(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, Any
     if not tensor.dtype.is_floating_point or tensor.element_size() <= 2:
         return tensor, None
     return tensor.to(dtype), tensor.dtype
-
-
-def cast_type(compression: object, dtype: torch.dtype) -> torch.dtype | None:
-    """Return the type to which the engine can cast elements while it moves others.
-
-    Returns:
-        None where there is nothing to cast, or where `compression` does more than that.
-    """
-    if dtype not in (torch.float32, torch.float64):
-        return None
-    if compression is BF16Compressor:
-        return torch.bfloat16
-    return torch.float16 if compression is FP16Compressor else None
 
 
 class Compression:

@@ -20,8 +20,9 @@ from hvdlite.collectives import resolve_op
 from hvdlite.transport.types import ReduceOp
 
 from . import async_ops, autograd
+from .arguments import cast_type
 from .async_ops import Splits
-from .compression import Compression, Compressor, cast_type
+from .compression import Compression, Compressor
 from .eager import eager
 from .sparse import SparseHandle
 from .tensors import check_tensor, check_tensors
