@@ -75,14 +75,15 @@ class PeerMemory:
         """
         self._copy(self._read, rank, self._whole(into), there, into.nbytes)
 
-    def scatter(self, rank: int, here: Array, there: Array) -> None:
+    def scatter(self, rank: int, here: Array, there: Array, nbytes: int) -> None:
         """Write what is in several places to as many of another rank. Raises as `read` does.
 
         Args:
             here: as `there` is for `gather`.
             there: likewise, of equal lengths.
+            nbytes: of all of them.
         """
-        self._copy(self._write, rank, here, there, int(here[:, 1].sum()))
+        self._copy(self._write, rank, here, there, nbytes)
 
     def _whole(self, array: Array) -> Array:
         self._here[0] = address_of(array), array.nbytes

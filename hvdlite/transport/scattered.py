@@ -25,8 +25,8 @@ from .types import Array, DType, ReduceOp
 __all__ = ["ScatteredReductions"]
 
 BLOCK_BYTES = 256 * 1024
-LEAST_BYTES = 256 * 1024
-PART_BYTES = 16 * 1024
+LEAST_BYTES = 1024 * 1024
+PART_BYTES = 32 * 1024
 """What the whole has to have, and each part in the mean, for this to be faster than packing."""
 
 _MOST_VECTORS = 512
@@ -40,19 +40,19 @@ class _Block:
     spans: tuple[tuple[int, int, int, int], ...]
     """For each part that is concerned: its number, first element and end, place in the block."""
     parts: Array
-    starts: Array
-    """First bytes in the parts."""
-    lengths: Array
-    """Bytes."""
+    """The numbers of the parts."""
+    offsets: Array
+    """(places, 2): for each part, the first byte in it and how many."""
     count: int
     """Elements."""
+    nbytes: int
 
     def places(self, addresses: Array) -> Array:
         """Return where the elements lie, as the kernel wants to be told."""
-        found = np.empty((len(self.parts), 2), dtype=np.int64)
-        found[:, 0] = addresses[self.parts] + self.starts
-        found[:, 1] = self.lengths
-        return found
+        found: Any = self.offsets.copy()
+        found[:, 0] += addresses[self.parts]
+        places: Array = found
+        return places
 
 
 @functools.lru_cache(maxsize=256)
@@ -76,16 +76,10 @@ def _blocks(lengths: tuple[int, ...], size: int, rank: int, itemsize: int) -> li
     def close() -> None:
         nonlocal filled
         if spans:
-            table = np.array(spans, dtype=np.int64)
-            blocks.append(
-                _Block(
-                    tuple(spans),
-                    table[:, 0],
-                    table[:, 1] * itemsize,
-                    (table[:, 2] - table[:, 1]) * itemsize,
-                    filled,
-                )
-            )
+            parts = np.array([span[0] for span in spans])
+            offsets = [(start * itemsize, (end - start) * itemsize) for _, start, end, _ in spans]
+            table = np.array(offsets, dtype=np.int64)
+            blocks.append(_Block(tuple(spans), parts, table, filled, filled * itemsize))
         spans.clear()
         filled = 0
 
@@ -219,4 +213,4 @@ class ScatteredReductions:
                 finish(mine)
         here = block.places(addresses[self._rank])
         for other in others:
-            self._peers.scatter(other, here, block.places(addresses[other]))
+            self._peers.scatter(other, here, block.places(addresses[other]), block.nbytes)

@@ -67,7 +67,7 @@ def test_several_places_at_once(child):
     memory.gather(1, there, found)
     assert found.tolist() == [4, 1, 2]
     sources = [np.array([40], np.int32), np.array([10, 20], np.int32)]
-    memory.scatter(1, np.array([[address_of(each), each.nbytes] for each in sources]), there)
+    memory.scatter(1, np.array([[address_of(each), each.nbytes] for each in sources]), there, 12)
     memory.read(1, address, found)
     assert found.tolist() == [10, 20, 3]
     with pytest.raises(OSError, match="8 of 12 bytes were copied"):

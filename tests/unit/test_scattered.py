@@ -156,8 +156,9 @@ def test_blocks_cover_everything_once(lengths, size, itemsize):
             assert block.count * itemsize <= 256
             assert len(block.spans) <= 5
             at = 0
-            for (part, start, stop, place), number, first, nbytes in zip(
-                block.spans, block.parts, block.starts, block.lengths, strict=True
+            assert block.nbytes == block.count * itemsize
+            for (part, start, stop, place), number, (first, nbytes) in zip(
+                block.spans, block.parts, block.offsets, strict=True
             ):
                 assert (part, start * itemsize) == (number, first)
                 assert (stop - start) * itemsize == nbytes
