@@ -27,7 +27,7 @@ SIZES = (4, *(1 << n for n in (10, 14, 16, 18, 20, 22, 24, 26, 28)))
 QUICK_SIZES = (4, 64 << 10, 1 << 20)
 DTYPES = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 
-OWN = ("hvdlite", "hvdlite-resident", "transport")
+OWN = ("hvdlite", "hvdlite-resident", "hvdlite-parts", "transport")
 """What hvdlite offers; everything else is a rival."""
 
 _FROM = 64 << 10

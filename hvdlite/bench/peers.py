@@ -106,6 +106,32 @@ class Resident(Hvdlite):
         return array
 
 
+class Parts(Hvdlite):
+    """Sixteen parts of an ordinary array, as one group: what a bucket of gradients is."""
+
+    def blocking(self, array: Array, dtype: DType) -> Step:
+        from ..engine.submit import submit_allreduce
+        from ..world import attended
+
+        everybody = self.hvd.global_process_set
+        parts = [part for part in np.array_split(array, 16) if len(part)]
+        dtypes = [dtype] * len(parts)
+
+        def step() -> None:
+            with attended():
+                submit_allreduce(
+                    parts,
+                    parts,
+                    dtypes=dtypes,
+                    name="parts",
+                    op=ReduceOp.SUM,
+                    process_set=everybody,
+                    resident=True,
+                ).wait()
+
+        return step
+
+
 class SharedMemory(Peer):
     """The transport alone, on arrays in memory that the ranks share; no engine."""
 
@@ -245,6 +271,7 @@ def make(name: str) -> Peer:
     kinds: dict[str, Callable[[], Peer]] = {
         "hvdlite": Hvdlite,
         "hvdlite-resident": Resident,
+        "hvdlite-parts": Parts,
         "transport": SharedMemory,
         "gloo": Gloo,
     }
