@@ -96,7 +96,7 @@ def _main_hook(engine: Engine, previous: Callable[..., Any]) -> Callable[..., An
 def _thread_hook(engine: Engine, previous: Callable[..., Any]) -> Callable[..., Any]:
     def hook(args: threading.ExceptHookArgs) -> None:
         previous(args)
-        # Other libraries' helper threads may die without harm; one that takes part in
+        # Other libraries' threads may die without harm; one that takes part in
         # collectives leaves the other ranks waiting.
         thread = args.thread
         if engine.is_mine and thread is not None and thread.ident in engine.submitters:

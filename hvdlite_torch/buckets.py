@@ -1,11 +1,11 @@
 """Gradients that are reduced together, where they are or gathered in persistent memory.
 
-Where the ranks reach each other's memory, a bucket borrows the gradients that backward has made,
-and nothing is copied. Elsewhere, and where a gradient cannot be lent, it becomes a view of the
-bucket's memory, which costs one copy on the way in and none on the way out. Behind the gradients
-a bucket carries two flags for each of them, which are reduced along: whether any rank has a
-gradient, and whether it is a sparse one. The last flags tell the ranks apart that discarded a
-step.
+Where the ranks reach each other's memory and a bucket is large enough, it borrows the gradients
+that backward has made, and nothing is copied. Elsewhere, and where a gradient cannot be lent, it
+becomes a view of the bucket's memory, which costs one copy on the way in and none on the way out.
+Behind the gradients a bucket carries two flags for each of them, which are reduced along: whether
+any rank has a gradient, and whether it is a sparse one. The last flags tell the ranks apart that
+discarded a step.
 """
 
 from __future__ import annotations
@@ -130,8 +130,9 @@ class Bucket:
         count = len(places)
         flags = 2 * count + len(_KEPT)
         nbytes = (end + flags) * dtype.itemsize
+        sent = (sum(place.elements for place in places) + flags) * dtype.itemsize
         self._borrows = reduction.compression is NoneCompressor and reduces_scattered(
-            count + 1, nbytes, reduction.process_set
+            count + 1, sent, reduction.process_set
         )
         buffer = allocate_buffer(nbytes, reduction.process_set, zeroed=not self._borrows)
         array = buffer.view(dtype_of(torch.empty(0, dtype=dtype)).storage)
@@ -215,6 +216,7 @@ class Bucket:
         if view is None or view.data_ptr() != slot.address:
             # `gradient.data = ...` in user code has moved our view elsewhere.
             view = self._make_view(self.slots.index(slot))
+        # While the gradient is where backward left it: after the move no change can be told.
         slot.inspect()
         view.copy_(gradient.detach())
         if self._direct:

@@ -75,9 +75,9 @@ def DistributedOptimizer(
 ) -> OptimizerT:
     """Make an optimizer reduce gradients over all ranks before every step.
 
-    Gradients are gathered in buckets, which are reduced while the backward pass goes on. A
-    parameter's gradient becomes a view of its bucket, and the next backward pass overwrites
-    it: `clone()` a gradient to keep it. A parameter without a gradient on one rank counts as
+    Gradients are reduced in buckets while the backward pass goes on. A parameter's gradient may
+    become a view of its bucket, and the next backward pass may overwrite it: `clone()` a
+    gradient to keep it. A parameter without a gradient on one rank counts as
     zero there; without one on any rank it keeps `grad is None`. The closure of `step(closure)`
     is followed by a reduction each time it is evaluated, of the loss that it returns too.
 

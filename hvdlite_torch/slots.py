@@ -22,7 +22,9 @@ class Slot:
 
     Attributes:
         name: the parameter's name, the same on all ranks.
-        bucket: where its gradient lives; None before that is agreed, and for sparse ones.
+        bucket: what its gradient is reduced with; None before that is agreed, and for sparse ones.
+        view: its place in the bucket's memory; None without a bucket.
+        address: of that place.
         sparse_dim: dimensions that its sparse gradients index; 0 for dense gradients.
         passes: backward passes since the last reduction.
         pass_number: of the last one.

@@ -78,24 +78,8 @@ def allreduce_async(
     """Begin an `allreduce`."""
     source = np.asarray(array)
     output: Array = np.empty_like(source, subok=False)
-    if average is None:
-        again = submit.resubmit_allreduce(
-            source, output, name, op, prescale_factor, postscale_factor, process_set
-        )
-        if again is not None:
-            return again
-    dtype = DType.of(source)
-    return submit.submit_allreduce(
-        [storage_view(source, dtype)],
-        [storage_view(output, dtype)],
-        dtypes=[dtype],
-        name=name,
-        op=resolve_op(average, op),
-        prescale=prescale_factor,
-        postscale=postscale_factor,
-        process_set=process_set,
-        result=output,
-    )
+    factors = prescale_factor, postscale_factor
+    return _begin(source, output, name, resolve_op(average, op), *factors, process_set)
 
 
 def allreduce_(
@@ -126,24 +110,33 @@ def allreduce_async_(
     """Begin an `allreduce` in place."""
     if not isinstance(array, np.ndarray):
         in_place_targets("allreduce_", [array])
-    if average is None:
-        again = submit.resubmit_allreduce(
-            array, array, name, op, prescale_factor, postscale_factor, process_set
-        )
-        if again is not None:
-            return again
-    dtype = DType.of(array)
-    storage = (storage_view(array, dtype),)
+    factors = prescale_factor, postscale_factor
+    return _begin(array, array, name, resolve_op(average, op), *factors, process_set)
+
+
+def _begin(
+    source: Array,
+    output: Array,
+    name: str | None,
+    op: ReduceOp,
+    prescale: float,
+    postscale: float,
+    process_set: ProcessSet,
+) -> Handle:
+    again = submit.resubmit_allreduce(source, output, name, op, prescale, postscale, process_set)
+    if again is not None:
+        return again
+    dtype = DType.of(source)
     return submit.submit_allreduce(
-        storage,
-        storage,
-        dtypes=(dtype,),
+        [storage_view(source, dtype)],
+        [storage_view(output, dtype)],
+        dtypes=[dtype],
         name=name,
-        op=resolve_op(average, op),
-        prescale=prescale_factor,
-        postscale=postscale_factor,
+        op=op,
+        prescale=prescale,
+        postscale=postscale,
         process_set=process_set,
-        result=array,
+        result=output,
     )
 
 

@@ -146,7 +146,7 @@ class Engine:
         """Have all ranks apply parameters after one and the same round.
 
         That is the next one in which all take part anyway: an idle job stays idle for it, and
-        one that ends does so without it.
+        one that ends does not wait for it.
 
         Args:
             parameters: for the process set of all ranks.

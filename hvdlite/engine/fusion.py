@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -51,34 +52,21 @@ def plan(agreed: Iterable[tuple[Response, Entry | None]], threshold: int) -> lis
     batches: list[Batch] = []
     open_batches: dict[int, Batch] = {}
     for response, entry in agreed:
-        if response.request.resident:
-            batches += _alone(response, entry)
-            continue
+        among_themselves = response.request.resident
+        here = {} if among_themselves else open_batches
+        most = math.inf if among_themselves else threshold
         for piece in response.pieces:
             nbytes = piece.nbytes
-            batch = None if piece.alone else open_batches.get(piece.kin)
-            if batch is None or batch.nbytes + nbytes > threshold:
+            batch = None if piece.alone else here.get(piece.kin)
+            if batch is None or batch.nbytes + nbytes > most:
                 batch = Batch(piece.request.kind, piece.wire, piece.request)
                 batches.append(batch)
                 if not piece.alone:
-                    open_batches[piece.kin] = batch
+                    here[piece.kin] = batch
             batch.pieces.append(piece)
             batch.entries.append(entry)
             batch.nbytes += nbytes
     return batches
-
-
-def _alone(response: Response, entry: Entry | None) -> list[Batch]:
-    """Return the batches of tensors that share them with nobody else."""
-    batches: dict[int, Batch] = {}
-    for piece in response.pieces:
-        batch = batches.get(piece.kin)
-        if batch is None:
-            batch = batches[piece.kin] = Batch(piece.request.kind, piece.wire, piece.request)
-        batch.pieces.append(piece)
-        batch.entries.append(entry)
-        batch.nbytes += piece.nbytes
-    return list(batches.values())
 
 
 def sent_bytes(batch: Batch, rank: int, size: int) -> int:

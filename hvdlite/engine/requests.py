@@ -63,7 +63,8 @@ class _RequestFields(NamedTuple):
     splits: tuple[int, ...] = ()
     """alltoall: rows for each rank; process sets: the ranks, or the number of the set."""
     resident: bool = False
-    """Whether the tensor lies in memory that the transport has allocated."""
+    """Whether the tensors share a batch with no others: they lie in memory that the transport has
+    allocated, or are many that are reduced where they are."""
 
 
 class Request(_RequestFields):

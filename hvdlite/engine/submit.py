@@ -103,7 +103,7 @@ def resubmit_allreduce(
     array: Array,
     output: Array,
     name: str | None,
-    op: object,
+    op: ReduceOp,
     prescale: float,
     postscale: float,
     process_set: ProcessSet,
@@ -123,8 +123,7 @@ def resubmit_allreduce(
     request = _requests.get(key)
     if (
         request is None
-        # What compares equal may still be refused: True is no number, and 1 no operation.
-        or type(op) is not ReduceOp
+        # What compares equal may still be refused: True is no number.
         or type(prescale) is not float
         or type(postscale) is not float
         or type(array) is not np.ndarray

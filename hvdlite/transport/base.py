@@ -19,6 +19,7 @@ __all__ = [
     "Finish",
     "Operation",
     "Pending",
+    "Scattered",
     "Staging",
     "Transport",
     "Words",

@@ -71,17 +71,23 @@ class PeerMemory:
 
         Args:
             there: (places, 2) of int64: address and bytes of each; at most 1024.
-            into: of as many bytes. Raises as `read` does.
+            into: of as many bytes.
+
+        Raises:
+            OSError: as `read` does.
         """
         self._copy(self._read, rank, self._whole(into), there, into.nbytes)
 
     def scatter(self, rank: int, here: Array, there: Array, nbytes: int) -> None:
-        """Write what is in several places to as many of another rank. Raises as `read` does.
+        """Write what is in several places to as many of another rank.
 
         Args:
             here: as `there` is for `gather`.
             there: likewise, of equal lengths.
             nbytes: of all of them.
+
+        Raises:
+            OSError: as `read` does.
         """
         self._copy(self._write, rank, here, there, nbytes)
 

@@ -17,6 +17,7 @@ import numpy as np
 from . import kernels
 from .base import Finish, Operation
 from .peer_memory import PeerMemory
+from .rank_order import combine_in_order
 from .ring import even_counts
 from .shared_lanes import Lane
 from .shared_segment import SharedSegments, address_of
@@ -185,15 +186,14 @@ class ScatteredReductions:
         finish: Finish | None,
     ) -> None:
         """Combine everybody's elements in the order of the ranks, and give them to all."""
-        others, before = self._others, max(1, self._rank)
         scratch: Any = self._scratch.view(parts[0].dtype)
-        first, second = scratch[:, : block.count]
         own = [
             (parts[part][start:stop], at, at + stop - start)
             for part, start, stop, at in block.spans
         ]
 
-        def load(rank: int, into: Array) -> Array:
+        def load(rank: int, which: int) -> Array:
+            into: Array = scratch[which, : block.count]
             self._peers.gather(rank, block.places(addresses[rank]), into)
             return into
 
@@ -201,16 +201,10 @@ class ScatteredReductions:
             for mine, start, stop in own:
                 combine(mine, there[start:stop])
 
-        # The first two may change places: what they combine to is the same.
-        load(others[0], first)
-        for other in others[1:before]:
-            combine(first, load(other, second))
-        add(first)
-        for other in others[before:]:
-            add(load(other, second))
+        combine_in_order(self._rank, self._others, load, combine, add)
         if finish is not None:
             for mine, _, _ in own:
                 finish(mine)
         here = block.places(addresses[self._rank])
-        for other in others:
+        for other in self._others:
             self._peers.scatter(other, here, block.places(addresses[other]), block.nbytes)

@@ -32,13 +32,13 @@ SLOTS_OF_TWO = 4
 The fewer there are, the more of them stay in the caches."""
 
 ELSEWHERE = -1
-"""On a card: the buffer lies in no segment."""
+"""On a card: the buffer lies in no segment, and what others need of it is in the slots."""
 
 _CARDS = PROOF_BYTES
 _CARD_WORDS = 8  # a cache line, of which a rank writes its own
 _CARD_BYTES = _CARD_WORDS * 8
 _COUNT = 2
-"""Where on a card the meetings are counted, behind two offsets."""
+"""Where on a card the meetings are counted, behind two places."""
 
 STORES_IN_ORDER = platform.machine().lower() in ("x86_64", "amd64", "i686")
 """Whether other cores see the stores of one core in the order in which it made them."""
@@ -47,7 +47,8 @@ STORES_IN_ORDER = platform.machine().lower() in ("x86_64", "amd64", "i686")
 class Lane:
     """What one operation at a time uses: barriers, slots, and a card that each rank shows.
 
-    The card says where the rank's buffer lies in its segment. Each rank has two and uses them
+    The card says where the rank's buffer lies: the offset in its segment, or else the negative
+    address. Each rank has two and uses them
     in turn: it may begin an operation before others have read its card of the one before.
 
     Args:
@@ -98,8 +99,8 @@ class Lane:
         self._own[_COUNT] = self._meetings
         return _Meeting(self._others, self._meetings)
 
-    def show(self, offset: int) -> None:
-        self._own[self.passes % 2] = offset
+    def show(self, place: int) -> None:
+        self._own[self.passes % 2] = place
 
     def shown(self) -> list[int]:
         """Return what the ranks showed before they met."""

@@ -20,6 +20,7 @@ import numpy as np
 from . import kernels
 from .base import Communicator, Finish, Operation, Scattered, Staging, Words, staged
 from .peer_memory import Buffers, Load, PeerMemory, reach_peers
+from .rank_order import combine_in_order
 from .ring import RingTransport, even_counts
 from .scattered import ScatteredReductions
 from .shared_lanes import ELSEWHERE, Lane, Passage, make_lanes
@@ -61,6 +62,8 @@ class SharedMemoryTransport:
         lanes: Sequence[Lane],
         segment_bytes: int,
         words: SharedWords | None = None,
+        peers: PeerMemory | None = None,
+        direct_bytes: int = 0,
     ) -> None:
         self.words: Words | None = words
         """Carries the words of rounds; None where that does not work."""
@@ -71,9 +74,12 @@ class SharedMemoryTransport:
         self._segments = segments
         self._lanes = lanes
         self._segment_bytes = segment_bytes
-        self._peers: PeerMemory | None = None
-        self._direct_bytes = 0
-        self._scratch = np.empty((2, _CACHE_LINE), dtype=np.uint8)
+        self._peers = peers
+        self._direct_bytes = direct_bytes
+        scratch_bytes = _CACHE_LINE if peers is None else _DIRECT_BLOCK_BYTES
+        self._scratch = np.empty((2, scratch_bytes), dtype=np.uint8)
+        if peers is not None and comm.size > 1:
+            self.scattered = ScatteredReductions(comm.rank, comm.size, segments, peers, self.enter)
         self._operations = 0
         self._messages = RingTransport(comm)
 
@@ -127,25 +133,8 @@ class SharedMemoryTransport:
         segment = min(segment_bytes, _SLOT_BYTES // size) // _CACHE_LINE * _CACHE_LINE
         segment = max(segment, _CACHE_LINE)
         segments, lanes, words = yield from make_lanes(comm, _LANES, segment * size, capacity)
-        made = cls(comm, segments, lanes, segment, words)
-        if direct_bytes is not None:
-            made.reach(direct_bytes, (yield from reach_peers(comm)))
-        return made
-
-    def reach(self, direct_bytes: int, peers: PeerMemory | None) -> None:
-        """Reach ordinary buffers by way of the kernel, as all ranks have to.
-
-        Args:
-            direct_bytes: those of at least so many bytes.
-            peers: None if it does not permit that.
-        """
-        self._direct_bytes = direct_bytes
-        self._peers = peers
-        if peers is not None and self._size > 1:
-            self.scattered = ScatteredReductions(
-                self._rank, self._size, self._segments, peers, self.enter
-            )
-        self._scratch = np.empty((2, _DIRECT_BLOCK_BYTES), dtype=np.uint8)
+        peers = None if direct_bytes is None else (yield from reach_peers(comm))
+        return cls(comm, segments, lanes, segment, words, peers, direct_bytes or 0)
 
     # -- memory -------------------------------------------------------------------------
 
@@ -158,11 +147,6 @@ class SharedMemoryTransport:
         """
         array = self._segments.allocate(nbytes)
         return np.empty(nbytes, dtype=np.uint8) if array is None else array
-
-    @property
-    def shared_bytes(self) -> int:
-        """The most bytes of shared memory that this rank accounts for at present."""
-        return self._segments.nbytes
 
     # -- operations ---------------------------------------------------------------------
 
@@ -383,16 +367,14 @@ class SharedMemoryTransport:
             load: gets a rank, how many elements, and memory that it may use for them; returns
                 the rank's block, which may be overwritten.
         """
-        others, before = self._others, max(1, self._rank)
-        first, second = self._scratch.view(own.dtype)
-        # The first two may change places: what they combine to is the same.
-        count = len(own)
-        into = load(others[0], count, first)
-        for other in others[1:before]:
-            combine(into, load(other, count, second))
-        combine(own, into)
-        for other in others[before:]:
-            combine(own, load(other, count, second))
+        scratch, count = self._scratch.view(own.dtype), len(own)
+        combine_in_order(
+            self._rank,
+            self._others,
+            lambda other, which: load(other, count, scratch[which]),
+            combine,
+            lambda there: combine(own, there),
+        )
         if finish is not None:
             finish(own)
 

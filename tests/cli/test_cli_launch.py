@@ -406,7 +406,7 @@ def test_the_doctors_findings_as_json(library: mpi.Library) -> None:
     assert checks["mpirun"]["state"] in ("ok", "warning")
     test = checks["self-test"]
     assert test["state"] in ("ok", "warning", "note"), test
-    assert test["data"]["direct"] in (True, False)
+    assert test["data"]["direct"] or test["state"] != "ok"
     assert test["data"]["right"] is True
     assert test["data"]["latency_us"] > 0
     assert test["data"]["bandwidth_gbs"] > 0

@@ -385,4 +385,4 @@ def test_what_can_be_reached_bypasses_the_slots(where):
 def test_staging_memory_is_bounded_however_many_ranks():
     for size in (2, 5):
         _, _, transports = make(size, segment_bytes=2**30)
-        assert transports[0].shared_bytes <= 2 * 5 * 2 * 2**20 + 2**16
+        assert transports[0]._segments.nbytes <= 2 * 5 * 2 * 2**20 + 2**16

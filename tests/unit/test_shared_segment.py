@@ -33,13 +33,13 @@ pytestmark = pytest.mark.skipif(
 
 def test_memory_comes_from_the_segment_until_there_is_none_left():
     _, _, (transport,) = make(1, capacity=2**16)
-    before = transport.shared_bytes
+    before = transport._segments.nbytes
     first = transport.allocate(2**15)
     second = transport.allocate(2**15)
     third = transport.allocate(2**15)
     offsets = [transport._segments.offset_of(array) for array in (first, second, third)]
     assert offsets[0] > 0 and offsets[1] == offsets[0] + 2**15 and offsets[2] == -1
-    assert transport.shared_bytes == before + 2**16
+    assert transport._segments.nbytes == before + 2**16
     for array in (first, second, third):
         array[:] = 1
         assert array.dtype == np.uint8 and len(array) == 2**15
@@ -47,17 +47,17 @@ def test_memory_comes_from_the_segment_until_there_is_none_left():
 
 def test_memory_is_freed_with_its_last_view():
     _, _, (transport,) = make(1, capacity=2**16)
-    before = transport.shared_bytes
+    before = transport._segments.nbytes
     array = transport.allocate(2**16)
     array[:] = 7
     view = array[100:200].view(np.float32)
     del array
     gc.collect()
-    assert transport.shared_bytes == before + 2**16
+    assert transport._segments.nbytes == before + 2**16
     assert transport._segments.offset_of(transport.allocate(1)) == -1
     del view
     gc.collect()
-    assert transport.shared_bytes == before
+    assert transport._segments.nbytes == before
     # Fresh pages are zero: the used ones went back to the system.
     assert not transport.allocate(2**16).any()
 
@@ -220,7 +220,7 @@ def test_a_fork_leaves_the_memory_of_its_parent_alone():
             del array
             gc.collect()
             assert transport._segments.offset_of(transport.allocate(10)) == -1
-            transport.shared_bytes
+            transport._segments.nbytes
             transport.close()
             raise SystemExit(0)
         assert os.waitpid(child, 0)[1] == 0
