@@ -44,6 +44,7 @@ class BucketSet:
         self._reduction = reduction
         self._buckets: list[Bucket] = []
         self._sparse: list[Slot] = []
+        self._newcomers: list[Slot] = []
         self._sparse_handle: Handle | None = None
         self._proposed: tuple[list[Slot], Handle] | None = None
         self._after_discard = False
@@ -75,7 +76,9 @@ class BucketSet:
         agreed = agreed_places(slots, handle.wait())
         self._proposed = None
         by_name = {place.name: slot for slot, place in agreed}
-        self._sparse += [slot for slot, _ in agreed if slot.sparse_dim]
+        # What is known may be under way already, without those that join in this step.
+        joined = self._newcomers if self._sparse else self._sparse
+        joined += [slot for slot, _ in agreed if slot.sparse_dim]
         dense = [place for slot, place in agreed if not slot.sparse_dim]
         made = []
         for places in distribute(dense, *self.bucket_bytes):
@@ -123,6 +126,7 @@ class BucketSet:
             if bucket.handle is None:
                 self.submit(bucket)
         self._submit_sparse()
+        newcomers = self._exchange(self._newcomers, "newcomers") if self._newcomers else None
         for bucket in self._buckets:
             bucket.advance()
         surprises: list[tuple[Slot, bool]] = []
@@ -135,12 +139,17 @@ class BucketSet:
         handle, self._sparse_handle = self._sparse_handle, None
         totals: list[torch.Tensor | None] = []
         if handle is not None:
-            totals, notes = handle.wait()
+            sums, notes = handle.wait()
+            totals += sums
             if _DISCARDED in notes or (_AFTER_DISCARD in notes and _KEPT in notes):
                 problem = DiscardedStepError()
         self._after_discard = problem is not None
         if problem is not None:
             raise problem
+        if newcomers is not None:
+            totals += newcomers.wait().totals
+            self._sparse += self._newcomers
+            self._newcomers = []
         for slot, total in zip(self._sparse, totals, strict=True):
             slot.parameter.grad = total
         if surprises:
@@ -209,10 +218,12 @@ class BucketSet:
 
     def forget(self) -> None:
         """Give up all buckets, which may still be in the hands of the engine."""
-        for slot in itertools.chain(self._sparse, *(bucket.slots for bucket in self._buckets)):
+        for slot in itertools.chain(
+            self._sparse, self._newcomers, *(bucket.slots for bucket in self._buckets)
+        ):
             slot.bucket = slot.view = None
             slot.address = slot.sparse_dim = 0
-        self._buckets, self._sparse = [], []
+        self._buckets, self._sparse, self._newcomers = [], [], []
         self._sparse_handle = None
         self._proposed = None
         self._after_discard = False

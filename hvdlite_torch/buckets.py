@@ -141,7 +141,7 @@ class Bucket:
         self._flags = self._flat[end:]
         self._usual_flags = torch.tensor([1.0] * count + [0.0] * count + _KEPT).to(dtype)
         # On another device gradients cannot be views of host memory: they are copied.
-        self._direct = slots[0].parameter.device.type == "cpu"
+        self._direct = all(slot.parameter.device.type == "cpu" for slot in slots)
         # The same objects every time: the engine knows by that that there is nothing to copy.
         self._arrays = [array]
         if self._borrows:
@@ -194,9 +194,6 @@ class Bucket:
         """Borrow the parameter's gradient, or make it a view of the bucket."""
         gradient = slot.parameter.grad
         assert gradient is not None
-        if gradient is slot.lent:
-            return
-        slot.lent = None
         if gradient.shape != slot.view.shape or gradient.dtype != slot.view.dtype:
             raise RuntimeError(
                 f"{whereabouts()}: the gradient of {slot.name!r} is {gradient.dtype} of shape "
@@ -207,11 +204,15 @@ class Bucket:
             )
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
+        elif gradient is slot.lent and gradient.data_ptr() == slot.lent_at:
+            return
         elif self._direct and gradient.data_ptr() == slot.address:
+            slot.lent = None
             return
         elif self._borrows and self._direct and is_lendable(gradient, slot.view):
-            slot.lent = gradient
+            slot.lent, slot.lent_at = gradient, gradient.data_ptr()
             return
+        slot.lent = None
         view = slot.view
         if view is None or view.data_ptr() != slot.address:
             # `gradient.data = ...` in user code has moved our view elsewhere.
@@ -239,6 +240,8 @@ class Bucket:
             sparse.append(is_sparse and not slot.sparse_dim)
             if dense[-1]:
                 self.take(slot)
+            else:
+                slot.lent = None
         if all(dense) and not after_discard:
             self._flags.copy_(self._usual_flags)
         else:

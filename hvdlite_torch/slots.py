@@ -30,6 +30,7 @@ class Slot:
         pass_number: of the last one.
         recurs: whether its gradient comes in several pieces within a backward pass.
         present: whether it had a gradient when its bucket was submitted.
+        lent_at: the address of `lent`.
         lent: its gradient, where that is reduced in its own memory and not in the bucket.
         change: what was done to the gradient after backward; nothing as it should be.
     """
@@ -42,6 +43,7 @@ class Slot:
         "bucket",
         "change",
         "lent",
+        "lent_at",
         "name",
         "parameter",
         "pass_number",
@@ -64,6 +66,7 @@ class Slot:
         self.recurs = False
         self.present = False
         self.lent: torch.Tensor | None = None
+        self.lent_at = 0
         self.change = ""
         self._left: torch.Tensor | None = None
         self._version = self._at = 0
@@ -107,6 +110,7 @@ class Slot:
         """Begin a step: nothing has come yet."""
         self.passes = 0
         self.change = ""
+        self.lent = None
         self._left = None
 
 

@@ -127,26 +127,54 @@ def array_of(tensor: torch.Tensor) -> Array:
 
 
 def is_lendable(gradient: torch.Tensor, like: torch.Tensor) -> bool:
-    """Return whether a gradient's own memory may be overwritten, and is laid out like another."""
+    """Return whether a gradient's own memory may be overwritten, and is laid out like another.
+
+    Args:
+        gradient: a strided tensor in host memory, which is the gradient of a parameter.
+        like: a dense one of the same shape.
+    """
+    storage = gradient.untyped_storage()
     return (
         _uses is not None
         and gradient.stride() == like.stride()
         and not gradient.requires_grad
         and not gradient.is_complex()  # which may be conjugate
         and not gradient.is_neg()
-        # Two parameters' gradients may be views of one memory. One use is that of the argument.
-        and _uses(gradient.untyped_storage()._cdata) == 2
+        # One tensor may be the gradient of two parameters, or two be views of one memory. One use
+        # is the parameter's, or the tensor's, and the other one is Python's.
+        and _uses_of(gradient) == _uses(storage._cdata) == 2
+        # Memory that is not torch's own, but NumPy's, say: its owner may count on what is there.
+        and storage.resizable()
     )
+
+
+_uses_of: Any = getattr(torch.Tensor, "_use_count", lambda tensor: 0)
 
 
 _uses: Any = getattr(torch._C, "_storage_Use_Count", None)
 
 
+class _Memory:
+    """Makes NumPy see a tensor's memory. Other than `numpy()` it leaves no mark on the tensor."""
+
+    def __init__(self, tensor: torch.Tensor, typestr: str) -> None:
+        # Not the tensor, which `tensor.data = ...` can give another memory.
+        self.storage = tensor.untyped_storage()
+        self.__array_interface__ = {
+            "data": (tensor.data_ptr(), False),
+            "shape": (tensor.numel(),),
+            "typestr": typestr,
+            "version": 3,
+        }
+
+
 def lent_array(gradient: torch.Tensor) -> Array:
     """Return the memory of a dense gradient as one flat array, in the order of its addresses."""
-    if not gradient.is_contiguous():
-        gradient = gradient.as_strided((gradient.numel(),), (1,))
-    return array_of(gradient).reshape(-1)
+    storage = dtype_of(gradient).storage
+    if not gradient.numel():
+        return np.empty(0, storage)
+    array: Array = np.asarray(_Memory(gradient, storage.str))
+    return array
 
 
 def tensor_of(array: Array, dtype: torch.dtype) -> torch.Tensor:

@@ -126,12 +126,13 @@ class Executor:
         scratch = None
         with self._packing(batch):
             parts = in_places(batch)
-            if parts is None:
+            if parts is not None:
+                parts = [part for part in parts if len(part)]
+            if parts is None or not scattered.reaches(parts):
                 scratch = self.buffers.acquire(batch.nbytes)
                 buffer = typed(scratch, batch.nbytes, dtype)
                 pack(batch, buffer)
-                parts = np.split(buffer, starts(batch))
-            parts = [part for part in parts if len(part)]
+                parts = [part for part in np.split(buffer, starts(batch)) if len(part)]
             for part in parts:
                 self._before(part, dtype, request)
         with self._moving(batch):

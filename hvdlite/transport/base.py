@@ -139,6 +139,10 @@ class Scattered(Protocol):
         """Return whether so many arrays of so many bytes together should not be packed."""
         ...
 
+    def reaches(self, parts: Sequence[Array]) -> bool:
+        """Return whether `allreduce` can work on these arrays of this rank. None is empty."""
+        ...
+
     def allreduce(
         self, parts: Sequence[Array], dtype: DType, op: ReduceOp, finish: Finish | None, tag: int
     ) -> Operation[None]:

@@ -25,9 +25,11 @@ __all__ = ["Buffers", "Load", "PeerMemory", "reach_peers"]
 Load = Callable[[int, int, Array], Array]
 """Returns so many elements of a rank; the array is memory that it may use for them."""
 
+_MOST_BYTES = 1 << 30
+_MOST_PLACES = 1024
 _PROOF = 16
 _SET_PTRACER = 0x59616D61
-_ANYONE = ctypes.c_ulong(-1)
+_ANYONE, _NOBODY = ctypes.c_ulong(-1), ctypes.c_ulong(0)
 
 
 class PeerMemory:
@@ -35,14 +37,16 @@ class PeerMemory:
 
     Args:
         pids: the processes, by rank.
+        rank: this one.
 
     Raises:
         OSError: the system has no such calls.
     """
 
-    def __init__(self, pids: Sequence[int]) -> None:
+    def __init__(self, pids: Sequence[int], rank: int = 0) -> None:
         library = ctypes.CDLL(None, use_errno=True)
         self._pids = list(pids)
+        self._rank = rank
         self._here, self._there = (np.empty((1, 2), dtype=np.int64) for _ in range(2))
         pointer, number = ctypes.c_void_p, ctypes.c_ulong
         kinds: list[Any] = [ctypes.c_int, pointer, number, pointer, number, number]
@@ -60,11 +64,11 @@ class PeerMemory:
         Raises:
             OSError: that rank's process is gone, or has nothing there.
         """
-        self._copy(self._read, rank, self._whole(into), self._at(address, into), into.nbytes)
+        self._copy_whole(self._read, rank, address, into)
 
     def write(self, rank: int, address: int, source: Array) -> None:
         """Write an array's contents into another rank's memory. Raises as `read` does."""
-        self._copy(self._write, rank, self._whole(source), self._at(address, source), source.nbytes)
+        self._copy_whole(self._write, rank, address, source)
 
     def gather(self, rank: int, there: Array, into: Array) -> None:
         """Fill an array with what is in several places of another rank's memory.
@@ -91,13 +95,33 @@ class PeerMemory:
         """
         self._copy(self._write, rank, here, there, nbytes)
 
+    def reaches_own(self, arrays: Sequence[Array]) -> bool:
+        """Return whether the kernel can reach these arrays of this rank, none of them empty.
+
+        It cannot where a device driver has made the mapping.
+        """
+        ends = [address_of(array) + offset for array in arrays for offset in (0, array.nbytes - 1)]
+        scratch = np.empty(min(len(ends), _MOST_PLACES), dtype=np.uint8)
+        for first in range(0, len(ends), _MOST_PLACES):
+            there = np.ones((len(ends[first : first + _MOST_PLACES]), 2), dtype=np.int64)
+            there[:, 0] = ends[first : first + _MOST_PLACES]
+            try:
+                self.gather(self._rank, there, scratch[: len(there)])
+            except OSError:
+                return False
+        return True
+
+    def _copy_whole(self, function: Any, rank: int, address: int, array: Array) -> None:
+        # One call copies a little less than 2 GiB.
+        flat = array.view(np.uint8)
+        for start in range(0, len(flat), _MOST_BYTES):
+            part = flat[start : start + _MOST_BYTES]
+            self._there[0] = address + start, len(part)
+            self._copy(function, rank, self._whole(part), self._there, len(part))
+
     def _whole(self, array: Array) -> Array:
         self._here[0] = address_of(array), array.nbytes
         return self._here
-
-    def _at(self, address: int, array: Array) -> Array:
-        self._there[0] = address, array.nbytes
-        return self._there
 
     def _copy(self, function: Any, rank: int, here: Array, there: Array, nbytes: int) -> None:
         pid = self._pids[rank]
@@ -108,7 +132,7 @@ class PeerMemory:
             raise OSError(
                 code,
                 f"cannot reach the memory of rank {rank} on this host (process {pid}), "
-                f"which may have ended: {reason}",
+                f"which may have ended, or no longer permits it: {reason}",
             )
 
 
@@ -181,7 +205,7 @@ def reach_peers(comm: Communicator) -> Operation[PeerMemory | None]:
     Returns:
         The means, on all ranks, or None on all of them.
     """
-    _permit()
+    _permit(_ANYONE)
     proof = np.frombuffer(bytearray(os.urandom(_PROOF)), dtype=np.int64)
     marks = np.zeros(comm.size, dtype=np.int64)
     card = np.array([os.getpid(), address_of(proof), address_of(marks), *proof], dtype=np.int64)
@@ -190,7 +214,7 @@ def reach_peers(comm: Communicator) -> Operation[PeerMemory | None]:
     memory = None
     failure = ""
     try:
-        memory = PeerMemory([int(pid) for pid in cards[:, 0]])
+        memory = PeerMemory([int(pid) for pid in cards[:, 0]], comm.rank)
         read = np.empty_like(proof)
         for rank in range(comm.size):
             memory.read(rank, int(cards[rank, 1]), read)
@@ -205,12 +229,13 @@ def reach_peers(comm: Communicator) -> Operation[PeerMemory | None]:
         wrong = [rank for rank in range(comm.size) if marks[rank] != cards[rank, 3]]
         yield from agree(comm, f"was not written to by ranks {wrong}" if wrong else "")
     except SegmentUnavailableError:
+        _permit(_NOBODY)
         return None
     return memory
 
 
-def _permit() -> None:
+def _permit(whom: ctypes.c_ulong) -> None:
     """Let other processes of this user reach this one, where only its parents may as a rule."""
     with contextlib.suppress(OSError):
         if Path("/proc/sys/kernel/yama/ptrace_scope").read_text().strip() == "1":
-            ctypes.CDLL(None).prctl(_SET_PTRACER, _ANYONE, 0, 0, 0)
+            ctypes.CDLL(None).prctl(_SET_PTRACER, whom, 0, 0, 0)

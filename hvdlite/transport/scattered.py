@@ -131,6 +131,10 @@ class ScatteredReductions:
         """Return whether so many arrays of so many bytes together should not be packed."""
         return nbytes >= max(LEAST_BYTES, count * PART_BYTES)
 
+    def reaches(self, parts: Sequence[Array]) -> bool:
+        """Return whether `allreduce` can work on these arrays of this rank. None is empty."""
+        return self._peers.reaches_own(parts)
+
     def allreduce(
         self, parts: Sequence[Array], dtype: DType, op: ReduceOp, finish: Finish | None, tag: int
     ) -> Operation[None]:

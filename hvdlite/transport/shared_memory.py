@@ -249,7 +249,11 @@ class SharedMemoryTransport:
     # -- how ----------------------------------------------------------------------------
 
     def _reaches(self, buffer: Array) -> bool:
-        return self._peers is not None and buffer.nbytes >= self._direct_bytes
+        return (
+            self._peers is not None
+            and buffer.nbytes >= self._direct_bytes
+            and self._peers.reaches_own([buffer])
+        )
 
     def _is_trivial(self, buffer: Array, finish: Finish | None = None) -> bool:
         """Return whether there is nothing to communicate, and then finish it."""

@@ -157,3 +157,16 @@ def test_the_same_bits_alone_and_together(hvd, world, comm):
             wanted = sum(arrays(rank)[number] for rank in world.ranks)
             np.testing.assert_array_equal(one, wanted)
             np.testing.assert_array_equal(other, wanted)
+
+
+@pytest.mark.limit(60)
+def test_one_memory_several_times(hvd, world):
+    total = sum(world.ranks) + world.size
+    array = np.full(300_000, world.rank + 1, np.float32)
+    first, second = hvd.grouped_allreduce_([array, array], op=hvd.Sum)
+    assert first is array and second is array
+    assert (array == total).all()
+    # Two that overlap, of which either result may be what is left where they do.
+    memory = np.full(300_000, world.rank + 1, np.float32)
+    hvd.grouped_allreduce_([memory[:200_000], memory[100_000:]], op=hvd.Sum)
+    assert (memory == total).all()

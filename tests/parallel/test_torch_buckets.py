@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -232,3 +233,120 @@ def test_what_autograd_still_needs_is_not_written_to(hvd, world):
         assert torch.equal(weight.grad, total)
         # The caller's own memory, of which autograd makes the gradient without a copy.
         assert torch.equal(given, torch.arange(40.0) + world.rank)
+
+
+@pytest.mark.np(2, 3, 4)
+def test_a_gradient_that_was_discarded_is_not_sent(hvd, world):
+    used, unused = (torch.nn.Parameter(torch.ones(30)) for _ in range(2))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([used, unused], lr=1.0),
+        [("used", used), ("unused", unused)],
+        op=hvd.Sum,
+        backward_passes_per_step=2,
+    )
+
+    def passes(*, both):
+        for _ in range(2):
+            loss = used.sum() * (world.rank + 1)
+            (loss + unused.sum() * 5 if both else loss).backward()
+
+    optimizer.zero_grad()
+    passes(both=True)
+    optimizer.step()
+    for _ in range(2):
+        optimizer.zero_grad()
+        if world.rank == 0:  # a batch that is found to be bad
+            (used.sum() * 100 + unused.sum() * 100).backward()
+            optimizer.zero_grad()
+        passes(both=world.rank > 0)
+        optimizer.synchronize()
+        assert torch.equal(used.grad, torch.full((30,), 2.0 * (sum(world.ranks) + world.size)))
+        assert torch.equal(unused.grad, torch.full((30,), 10.0 * (world.size - 1)))
+
+
+@pytest.mark.np(2, 3, 4)
+def test_gradients_dropped_before_the_step(hvd, world):
+    kept, dropped, unused = (torch.nn.Parameter(torch.ones(30)) for _ in range(3))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([kept, dropped, unused], lr=1.0),
+        [("kept", kept), ("dropped", dropped), ("unused", unused)],
+        op=hvd.Sum,
+    )
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = kept.sum() + dropped.sum() * (1e30 if world.rank == 0 else 2.0)
+        (loss + unused.sum() if step == 0 else loss).backward()
+        if world.rank == 0 and step:
+            dropped.grad = None
+        optimizer.synchronize()
+        if step:
+            assert torch.equal(kept.grad, torch.full((30,), float(world.size)))
+            assert torch.equal(dropped.grad, torch.full((30,), 2.0 * (world.size - 1)))
+
+
+class Constant(torch.autograd.Function):
+    """Something whose gradient is always the same memory, which is not torch's own."""
+
+    memory = None
+
+    @staticmethod
+    def forward(ctx, tensor):
+        return tensor.sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return torch.from_numpy(Constant.memory)
+
+
+@pytest.mark.np(2, 3, 4)
+def test_memory_of_others_is_not_written_to(hvd, world):
+    weight = torch.nn.Parameter(torch.ones(40))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([weight], lr=0.0), [("weight", weight)], op=hvd.Sum
+    )
+    mine = np.arange(40, dtype=np.float32) + world.rank
+    Constant.memory = mine.copy()
+    for _ in range(3):
+        optimizer.zero_grad()
+        Constant.apply(weight).backward()
+        optimizer.step()
+        total = torch.arange(40.0) * world.size + sum(world.ranks)
+        assert torch.equal(weight.grad, total)
+        np.testing.assert_array_equal(Constant.memory, mine)
+
+
+@pytest.mark.np(2, 3, 4)
+@pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
+def test_one_gradient_of_two_parameters(hvd, world, bucket_bytes):
+    one, other = (torch.nn.Parameter(torch.ones(50)) for _ in range(2))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([one, other], lr=1.0),
+        [("one", one), ("other", other)],
+        op=hvd.Sum,
+        bucket_bytes=bucket_bytes,
+    )
+    for _ in range(3):
+        optimizer.zero_grad()
+        one.grad = other.grad = torch.arange(50.0) * (world.rank + 1)
+        optimizer.synchronize()
+        for parameter in (one, other):
+            total = torch.arange(50.0) * (sum(world.ranks) + world.size)
+            assert torch.equal(parameter.grad, total)
+
+
+@pytest.mark.np(2, 4)
+def test_a_gradient_that_was_moved_is_refused_and_its_neighbours_are_safe(hvd, world):
+    moved, unused = (torch.nn.Parameter(torch.ones(30)) for _ in range(2))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([moved, unused], lr=1.0), [("moved", moved), ("unused", unused)], op=hvd.Sum
+    )
+    (moved.sum() + unused.sum()).backward()
+    optimizer.step()
+    for _ in range(2):
+        optimizer.zero_grad()
+        moved.sum().backward()
+        around = torch.arange(60.0)
+        moved.grad.data = around[::2]
+        with pytest.raises(RuntimeError, match="moved"):
+            optimizer.step()
+        assert torch.equal(around[1::2], torch.arange(1.0, 60.0, 2.0))

@@ -248,3 +248,36 @@ def test_a_sparse_gradient_that_comes_after_the_others_are_under_way(hvd, world,
     _sum_of(tables, world.rank, 2).backward()
     optimizer.step()  # both ranks have discarded the same
     assert_same_on_all_ranks(comm, [table.weight for table in tables])
+
+
+@pytest.mark.np(2, 3, 4)
+@pytest.mark.parametrize("lazy", [True, False])
+def test_a_sparse_parameter_that_joins_later(hvd, world, lazy):
+    first, late = nn.Embedding(6, 2, sparse=True), nn.Embedding(5, 2, sparse=True)
+    late.requires_grad_(False)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([first.weight, late.weight], lr=0.1),
+        [("first", first.weight), ("late", late.weight)],
+        op=hvd.Sum,
+    )
+    for step in range(4):
+        if step == 2:
+            late.requires_grad_(True)
+        optimizer.zero_grad()
+        # One rank does not use what the others send early, in the step in which the other joins.
+        uses_first = not (lazy and step == 2 and world.rank == 0)
+        loss = torch.zeros(())
+        if uses_first:
+            loss = loss + first(torch.tensor([world.rank])).sum()
+        if step >= 2:
+            loss = loss + late(torch.tensor([step])).sum()
+        if loss.requires_grad:
+            loss.backward()
+        optimizer.synchronize()
+        wanted = torch.zeros(6, 2)
+        wanted[1 if lazy and step == 2 else 0 : world.size] = 1
+        assert torch.equal(first.weight.grad.to_dense(), wanted)
+        if step >= 2:
+            wanted = torch.zeros(5, 2)
+            wanted[step] = world.size
+            assert torch.equal(late.weight.grad.to_dense(), wanted)

@@ -59,6 +59,58 @@ def test_another_process_is_read_and_written(child):
     assert process.stdout.readline().split() == ["1", "2", "7", "8"]
 
 
+def test_what_one_call_cannot_copy_takes_several(child, monkeypatch):
+    monkeypatch.setattr(peer_memory, "_MOST_BYTES", 7)
+    process, address = child
+    memory = PeerMemory([os.getpid(), process.pid])
+    memory.write(1, address, np.array([5, 6, 7, 8], np.int32))
+    there = np.zeros(4, np.int32)
+    memory.read(1, address, there)
+    assert there.tolist() == [5, 6, 7, 8]
+
+
+def test_memory_that_is_not_there_is_known_before(monkeypatch):
+    monkeypatch.setattr(peer_memory, "_MOST_PLACES", 6)
+    memory = PeerMemory([os.getpid()])
+    fine = [np.zeros(n, np.float32) for n in (1, 3, 5000, 2, 9)]
+    assert memory.reaches_own(fine)
+    nowhere = np.asarray(_At(8, 100))
+    assert not memory.reaches_own([nowhere])
+    assert not memory.reaches_own([*fine, nowhere])
+
+
+class _At:
+    def __init__(self, address, count):
+        self.__array_interface__ = {
+            "data": (address, False),
+            "shape": (count,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
+@pytest.mark.parametrize("unreachable", [[0], [1], [0, 1]])
+def test_what_a_rank_cannot_show_goes_through_the_slots(unreachable):
+    world = FakeWorld(2)
+    creations = [
+        [SharedMemoryTransport.creating(comm, 64, capacity=2**20, direct_bytes=1)]
+        for comm in world.communicators
+    ]
+    transports = [made for (made,) in drive(world, creations)]
+    for rank in unreachable:
+        transports[rank]._peers.reaches_own = lambda arrays: False
+        assert not transports[rank].scattered.reaches([np.ones(4, np.float32)])
+    buffers = [np.full(1000, rank + 1, np.float32) for rank in range(2)]
+    drive(
+        world,
+        [
+            [transport.allreduce(buffer, DType.FLOAT32, ReduceOp.SUM, None, 0)]
+            for transport, buffer in zip(transports, buffers, strict=True)
+        ],
+    )
+    assert all((buffer == 3).all() for buffer in buffers)
+
+
 def test_several_places_at_once(child):
     process, address = child
     memory = PeerMemory([os.getpid(), process.pid])
