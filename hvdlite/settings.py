@@ -10,310 +10,185 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
 import os
-import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from .exceptions import SettingsError
+from .knobs import (
+    BOOL,
+    CORES,
+    FILE,
+    FRACTION,
+    NAME,
+    OURS,
+    PORT,
+    THEIRS,
+    Knob,
+    choice,
+    duration,
+    integer,
+    knob,
+    show_bytes,
+)
 
-__all__ = ["Settings", "Transport", "settings_table"]
+__all__ = ["Settings", "TransportName", "settings_table"]
 
-Transport = Literal["auto", "ring", "mpi", "shared_memory", "hierarchical"]
-
-_OURS = "HVDLITE_"
-_THEIRS = "HOROVOD_"
-
-
-@dataclass(frozen=True)
-class _Kind:
-    """How a knob's text is read: `read` raises ValueError for what `accepts` does not cover."""
-
-    accepts: str
-    read: Callable[[str], object]
-    show: Callable[[Any], str] = str
-
-
-@dataclass(frozen=True)
-class _Spelling:
-    variable: str
-    inverted: bool = False
-
-
-@dataclass(frozen=True)
-class _Knob:
-    kind: _Kind
-    doc: str
-    spellings: tuple[_Spelling, ...]
-    """In order of precedence."""
-
-
-def _read_bool(text: str) -> bool:
-    word = text.lower()
-    if word in ("true", "yes", "on"):
-        return True
-    if word in ("false", "no", "off"):
-        return False
-    if re.fullmatch(r"[+-]?[0-9]{1,18}", word):
-        return int(word) > 0
-    raise ValueError
-
-
-def _whole_number(text: str) -> int:
-    # int() would also take 1_000, other scripts' digits and numbers no byte count can have.
-    if not re.fullmatch(r"\+?[0-9]{1,18}", text):
-        raise ValueError
-    return int(text)
-
-
-def _show_bytes(count: int) -> str:
-    for unit, size in (("MiB", 2**20), ("KiB", 2**10)):
-        if count and count % size == 0:
-            return f"{count} ({count // size} {unit})"
-    return str(count)
-
-
-def _integer(unit: str, minimum: int = 0, show: Callable[[Any], str] = str) -> _Kind:
-    def read(text: str) -> int:
-        value = _whole_number(text)
-        if value < minimum:
-            raise ValueError
-        return value
-
-    return _Kind(f"a whole number of {unit}, {minimum} or more", read, show)
-
-
-def _read_port(text: str) -> int:
-    value = _whole_number(text)
-    if value > 65535:
-        raise ValueError
-    return value
-
-
-def _read_number(text: str) -> float:
-    # float() would also take nan, 1_000 and other scripts' digits.
-    if not re.fullmatch(r"\+?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text):
-        raise ValueError
-    return float(text)
-
-
-def _read_fraction(text: str) -> float:
-    value = _read_number(text)
-    if value > 1:
-        raise ValueError
-    return value
-
-
-def _duration(unit: str, *, zero: bool) -> _Kind:
-    def read(text: str) -> float:
-        value = _read_number(text)
-        if math.isinf(value) or (value == 0 and not zero):
-            raise ValueError
-        return value
-
-    least = "0 or more" if zero else "more than 0"
-    return _Kind(f"a number of {unit}, {least}", read, lambda value: f"{value:g}")
-
-
-def _choice(*words: str) -> _Kind:
-    def read(text: str) -> str:
-        if text.lower() not in words:
-            raise ValueError
-        return text.lower()
-
-    return _Kind(f"one of {', '.join(words)}", read)
-
-
-def _read_cores(text: str) -> tuple[int, ...]:
-    return tuple(_whole_number(part.strip()) for part in text.split(","))
-
-
-def _read_file(text: str) -> str:
-    if os.path.basename(text) in ("", ".", "..") or "\0" in text:
-        raise ValueError
-    return text
-
-
-_BOOL = _Kind("1 or 0, true or false, yes or no, on or off", _read_bool, lambda on: str(int(on)))
-_FILE = _Kind("the name of a file", _read_file, lambda _: "unset")
-_NAME = _Kind("a name", str, lambda value: "unset" if value is None else str(value))
-_FRACTION = _Kind("a number from 0 to 1", _read_fraction, lambda value: f"{value:g}")
-_PORT = _Kind("a port number, 0 to 65535", _read_port)
-_CORES = _Kind("core numbers separated by commas", _read_cores, lambda _: "unset")
-
-
-def _knob(
-    default: object,
-    kind: _Kind,
-    suffix: str,
-    doc: str,
-    *,
-    horovod: bool = True,
-    inverse: str | None = None,
-) -> Any:
-    """Declare a knob; `inverse` is the suffix of the variables that say the opposite."""
-    spellings = [_Spelling(_OURS + suffix)]
-    if inverse is not None:
-        spellings += [_Spelling(prefix + inverse, inverted=True) for prefix in (_OURS, _THEIRS)]
-    elif horovod:
-        spellings.append(_Spelling(_THEIRS + suffix))
-    knob = _Knob(kind, doc, tuple(spellings))
-    return dataclasses.field(default=default, metadata={"knob": knob})
+TransportName = Literal["auto", "ring", "mpi", "shared_memory", "hierarchical"]
 
 
 @dataclass(frozen=True)
 class Settings:
     """The knobs of one process. Ranks of a job should agree on them."""
 
-    fusion_threshold: int = _knob(
+    fusion_threshold: int = knob(
         4 * 2**20,
-        _integer("bytes", show=_show_bytes),
+        integer("bytes", show=show_bytes),
         "FUSION_THRESHOLD",
         "Tensors are fused into one buffer up to this many bytes; 0 turns fusion off.",
     )
-    cycle_time: float = _knob(
+    cycle_time: float = knob(
         1.0,
-        _duration("milliseconds", zero=True),
+        duration("milliseconds", zero=True),
         "CYCLE_TIME",
         "Milliseconds of the first pause after a round that finds nothing ready; it grows to 5.",
     )
-    cache_capacity: int = _knob(
+    cache_capacity: int = knob(
         1024,
-        _integer("requests"),
+        integer("requests"),
         "CACHE_CAPACITY",
         "Requests that the ranks remember and announce by one bit; 0 turns the cache off.",
     )
-    stall_check: bool = _knob(
+    stall_check: bool = knob(
         True,
-        _BOOL,
+        BOOL,
         "STALL_CHECK",
         "Watch for tensors that some ranks never submit.",
         inverse="STALL_CHECK_DISABLE",
     )
-    stall_warning_time: float = _knob(
+    stall_warning_time: float = knob(
         60.0,
-        _duration("seconds", zero=False),
+        duration("seconds", zero=False),
         "STALL_CHECK_TIME_SECONDS",
         "Seconds that a tensor waits for other ranks before a warning names them.",
     )
-    stall_shutdown_time: float = _knob(
+    stall_shutdown_time: float = knob(
         0.0,
-        _duration("seconds", zero=True),
+        duration("seconds", zero=True),
         "STALL_SHUTDOWN_TIME_SECONDS",
         "Seconds that a tensor waits before the job is given up; 0: for ever.",
     )
-    hostname: str | None = _knob(
+    hostname: str | None = knob(
         None,
-        _NAME,
+        NAME,
         "HOSTNAME",
         "Name of this host, in place of the system's: ranks of equal names share a host.",
     )
-    thread_affinity: tuple[int, ...] | None = _knob(
+    thread_affinity: tuple[int, ...] | None = knob(
         None,
-        _CORES,
+        CORES,
         "THREAD_AFFINITY",
         "Cores of the background threads, one for each local rank: `0,1`.",
     )
-    dynamic_process_sets: bool = _knob(
+    dynamic_process_sets: bool = knob(
         True,
-        _BOOL,
+        BOOL,
         "DYNAMIC_PROCESS_SETS",
         "Accepted for compatibility: process sets can always be added and removed.",
     )
-    timeline: str | None = _knob(
+    timeline: str | None = knob(
         None,
-        _FILE,
+        FILE,
         "TIMELINE",
         "File for the timeline of the whole job; DYNAMIC leaves it to `start_timeline`.",
     )
-    timeline_mark_cycles: bool = _knob(
-        False, _BOOL, "TIMELINE_MARK_CYCLES", "Show negotiation rounds in the timeline."
+    timeline_mark_cycles: bool = knob(
+        False, BOOL, "TIMELINE_MARK_CYCLES", "Show negotiation rounds in the timeline."
     )
-    log_level: str = _knob(
+    log_level: str = knob(
         "warning",
-        _choice("trace", "debug", "info", "warning", "error", "fatal"),
+        choice("trace", "debug", "info", "warning", "error", "fatal"),
         "LOG_LEVEL",
         "Least severe messages shown: trace, debug, info, warning, error or fatal.",
     )
-    log_hide_time: bool = _knob(False, _BOOL, "LOG_HIDE_TIME", "Log without the time of day.")
+    log_hide_time: bool = knob(False, BOOL, "LOG_HIDE_TIME", "Log without the time of day.")
     # Ruff does not see that a Literal is immutable.
-    transport: Transport = _knob(  # noqa: RUF009
+    transport: TransportName = knob(  # noqa: RUF009
         "auto",
-        _choice("auto", "ring", "mpi", "shared_memory", "hierarchical"),
+        choice(*get_args(TransportName)),
         "TRANSPORT",
         "How data moves: auto, ring, mpi, shared_memory or hierarchical.",
         horovod=False,
     )
-    bucket_bytes: int = _knob(
+    bucket_bytes: int = knob(
         4 * 2**20,
-        _integer("bytes", minimum=1, show=_show_bytes),
+        integer("bytes", minimum=1, show=show_bytes),
         "BUCKET_BYTES",
         "Gradients travel in buckets of about this many bytes, unless bucket_bytes= is given.",
         horovod=False,
     )
-    segment_bytes: int = _knob(
+    segment_bytes: int = knob(
         256 * 2**10,
         # A segment must hold one element of the widest type.
-        _integer("bytes", minimum=16, show=_show_bytes),
+        integer("bytes", minimum=16, show=show_bytes),
         "SEGMENT_BYTES",
         "Bytes of the pieces in which a ring sends and sums at the same time.",
         horovod=False,
     )
-    small_bytes: int = _knob(
+    small_bytes: int = knob(
         16 * 2**10,
-        _integer("bytes", show=_show_bytes),
+        integer("bytes", show=show_bytes),
         "SMALL_BYTES",
         "Bytes below which MPI's own collectives are used (not for allreduce in shared memory).",
         horovod=False,
     )
-    autotune: bool = _knob(
+    autotune: bool = knob(
         False,
-        _BOOL,
+        BOOL,
         "AUTOTUNE",
         "Find fusion threshold, cycle time, cache and transport while training; those set are "
         "where it begins.",
     )
-    autotune_log: str | None = _knob(
-        None, _FILE, "AUTOTUNE_LOG", "CSV file for what autotune has tried and measured."
+    autotune_log: str | None = knob(
+        None, FILE, "AUTOTUNE_LOG", "CSV file for what autotune has tried and measured."
     )
-    autotune_warmup_samples: int = _knob(
-        3, _integer("samples"), "AUTOTUNE_WARMUP_SAMPLES", "Samples that are discarded first."
+    autotune_warmup_samples: int = knob(
+        3, integer("samples"), "AUTOTUNE_WARMUP_SAMPLES", "Samples that are discarded first."
     )
-    autotune_steps_per_sample: int = _knob(
-        10, _integer("steps", minimum=1), "AUTOTUNE_STEPS_PER_SAMPLE", "Steps of each sample."
+    autotune_steps_per_sample: int = knob(
+        10, integer("steps", minimum=1), "AUTOTUNE_STEPS_PER_SAMPLE", "Steps of each sample."
     )
-    autotune_bayes_opt_max_samples: int = _knob(
+    autotune_bayes_opt_max_samples: int = knob(
         20,
-        _integer("samples", minimum=1),
+        integer("samples", minimum=1),
         "AUTOTUNE_BAYES_OPT_MAX_SAMPLES",
         "Samples after which the best values stay.",
     )
-    autotune_gaussian_process_noise: float = _knob(
+    autotune_gaussian_process_noise: float = knob(
         0.8,
-        _FRACTION,
+        FRACTION,
         "AUTOTUNE_GAUSSIAN_PROCESS_NOISE",
         "How much the scores of samples are to be distrusted, from 0 to 1.",
     )
-    metrics_port: int = _knob(
+    metrics_port: int = knob(
         0,
-        _PORT,
+        PORT,
         "METRICS_PORT",
         "Serve live metrics to Prometheus on this port plus the local rank; 0: don't.",
         horovod=False,
     )
-    metrics_host: str = _knob(
+    metrics_host: str = knob(
         "127.0.0.1",
-        _NAME,
+        NAME,
         "METRICS_HOST",
         "Address on which metrics are served; 0.0.0.0 lets other machines read them.",
         horovod=False,
     )
-    abort_on_exception: bool = _knob(
+    abort_on_exception: bool = knob(
         True,
-        _BOOL,
+        BOOL,
         "ABORT_ON_EXCEPTION",
         "End the whole job when a rank ends with an exception or sys.exit(n), n not 0.",
         horovod=False,
@@ -335,11 +210,11 @@ class Settings:
         given = {name: text.strip() for name, text in environ.items() if text.strip()}
         values: dict[str, Any] = {}
         known = []
-        for name, knob in _knobs():
-            known += [spelling.variable for spelling in knob.spellings]
+        for name, declared in _knobs():
+            known += [spelling.variable for spelling in declared.spellings]
             found = [
-                (spelling.variable, _read(spelling, knob.kind, given[spelling.variable]))
-                for spelling in knob.spellings
+                (spelling.variable, declared.read(spelling, given[spelling.variable]))
+                for spelling in declared.spellings
                 if spelling.variable in given
             ]
             if found:
@@ -350,18 +225,8 @@ class Settings:
         return cls(**values)
 
 
-def _knobs() -> Iterable[tuple[str, _Knob]]:
+def _knobs() -> Iterable[tuple[str, Knob]]:
     return ((field.name, field.metadata["knob"]) for field in dataclasses.fields(Settings))
-
-
-def _read(spelling: _Spelling, kind: _Kind, text: str) -> object:
-    try:
-        value = kind.read(text)
-    except ValueError:
-        raise SettingsError(
-            f"{spelling.variable} is {text!r}, but it must be {kind.accepts}"
-        ) from None
-    return not value if spelling.inverted else value
 
 
 def _warn(text: str) -> None:
@@ -385,20 +250,20 @@ def _refuse_unknown(given: Mapping[str, str], known: list[str]) -> None:
     unknown = sorted(
         name
         for name in given
-        if name.startswith(_OURS) and name not in known and not name.startswith(_NO_KNOBS)
+        if name.startswith(OURS) and name not in known and not name.startswith(_NO_KNOBS)
     )
     if unknown:
-        ours = [name for name in known if name.startswith(_OURS)]
+        ours = [name for name in known if name.startswith(OURS)]
         raise SettingsError(f"hvdlite has no setting {_suggest(unknown, ours)}")
 
 
 # Horovod's variables for features that hvdlite does not have yet: their users should know.
-_NOT_YET = frozenset({_THEIRS + "ELASTIC"})
+_NOT_YET = frozenset({THEIRS + "ELASTIC"})
 
 # Horovod's variables that can be ignored without loss: its launchers', its build's, and those
 # of devices, libraries and algorithms that hvdlite does without.
 _MEANINGLESS = frozenset(
-    _THEIRS + suffix
+    THEIRS + suffix
     for suffix in """
     HIERARCHICAL_ALLREDUCE HIERARCHICAL_ALLGATHER TORUS_ALLREDUCE MPI_THREADS_DISABLE
     CONTROLLER CPU_OPERATIONS GLOO_TIMEOUT_SECONDS GLOO_IFACE ELASTIC_TIMEOUT START_TIMEOUT
@@ -416,14 +281,14 @@ _MEANINGLESS = frozenset(
 
 
 def _warn_of_ignored(given: Mapping[str, str], known: list[str]) -> None:
-    theirs = [name for name in given if name.startswith(_THEIRS) and name not in known]
+    theirs = [name for name in given if name.startswith(THEIRS) and name not in known]
     # A feature that is switched off is not missed.
     early = sorted(name for name in _NOT_YET.intersection(theirs) if given[name] != "0")
     if early:
         _warn(f"hvdlite cannot do this yet and ignores {', '.join(early)}")
     unknown = sorted(set(theirs) - _NOT_YET - _MEANINGLESS)
     if unknown:
-        candidates = [name for name in known if name.startswith(_THEIRS)]
+        candidates = [name for name in known if name.startswith(THEIRS)]
         _warn(f"hvdlite does not know and ignores {_suggest(unknown, candidates)}")
 
 
@@ -431,7 +296,7 @@ def _suggest(unknown: list[str], candidates: list[str]) -> str:
     texts = []
     for name in unknown:
         # Prefixes are alike anyway: compare what comes after them.
-        prefix = _OURS if name.startswith(_OURS) else _THEIRS
+        prefix = OURS if name.startswith(OURS) else THEIRS
         suffixes = [candidate.removeprefix(prefix) for candidate in candidates]
         close = difflib.get_close_matches(name.removeprefix(prefix), suffixes, n=1)
         texts.append(f"{name} (did you mean {prefix}{close[0]}?)" if close else name)
@@ -442,11 +307,11 @@ def settings_table() -> str:
     """Render all knobs as a Markdown table, for the documentation."""
     lines = ["| variable | default | meaning |", "|---|---|---|"]
     defaults = Settings()
-    for name, knob in _knobs():
+    for name, declared in _knobs():
         spellings = [
             f"`{spelling.variable}`" + (" (the opposite)" if spelling.inverted else "")
-            for spelling in knob.spellings
+            for spelling in declared.spellings
         ]
-        default = knob.kind.show(getattr(defaults, name))
-        lines.append(f"| {', '.join(spellings)} | {default} | {knob.doc} |")
+        default = declared.kind.show(getattr(defaults, name))
+        lines.append(f"| {', '.join(spellings)} | {default} | {declared.doc} |")
     return "\n".join(lines) + "\n"

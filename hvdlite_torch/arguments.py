@@ -10,7 +10,7 @@ import torch
 import hvdlite
 from hvdlite import ProcessSet
 from hvdlite.collectives import resolve_op
-from hvdlite.engine.submit import factor_of
+from hvdlite.engine.checks import factor_of
 from hvdlite.transport.types import ReduceOp
 
 from .compression import BF16Compressor, Compressor, FP16Compressor

@@ -111,8 +111,8 @@ class Engine:
         self._removed: list[int] = []
         self._next_set = GLOBAL_SET
         self._submitted: deque[tuple[int, Entry]] = deque()
-        self._announcements: deque[Announcement] = deque()
-        self._retunes: deque[Announcement] = deque()
+        self._announcements: deque[tuple[Announcement, bool]] = deque()
+        """And whether each of them is worth a round of its own."""
         self._autotune: Session | None = None
         self._chores: list[Task] = []
         """What all ranks do beside the rounds, in the same order."""
@@ -152,7 +152,7 @@ class Engine:
             parameters: for the process set of all ranks.
             final: whether they are for the other sets, too.
         """
-        self._retunes.append((_RETUNE, *parameters, final))
+        self._announcements.append(((_RETUNE, *parameters, final), False))
 
     def undo(self) -> None:
         """Free what was made, where the engine is not going to be started (collective)."""
@@ -226,7 +226,7 @@ class Engine:
         self._refuse_fork()
         with self._driver.lock:
             self._refuse_if_over()
-            self._announcements.append(announcement)
+            self._announcements.append((announcement, True))
             self._driver.wake()
 
     def start_timeline(self, path: str, mark_cycles: bool, announced: bool = False) -> None:
@@ -387,10 +387,9 @@ class Engine:
         closing = self._closing
         moved = False
         while self._announcements:
-            moved = True
-            self.channels[GLOBAL_SET].negotiator.announce(self._announcements.popleft())
-        while self._retunes:
-            self.channels[GLOBAL_SET].negotiator.announce(self._retunes.popleft(), urgent=False)
+            announcement, urgent = self._announcements.popleft()
+            moved |= urgent
+            self.channels[GLOBAL_SET].negotiator.announce(announcement, urgent)
         while self._submitted:
             set_id, entry = self._submitted.popleft()
             moved = True

@@ -5,18 +5,23 @@ A list of tensors is one request: it is negotiated, cached and completed as a wh
 
 from __future__ import annotations
 
-import math
-import numbers
-import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 
-from ..transport.adasum import adasum_refusal
 from ..transport.base import Transport
 from ..transport.types import BY_NUMPY, Array, DType, ReduceOp
 from ..world import current, engine
+from .checks import (
+    check_reduction,
+    factor_of,
+    index_of,
+    ranks_of,
+    refuse_scalars,
+    set_id_of,
+    splits_of,
+)
 from .engine import GLOBAL_SET
 from .negotiation import JOIN_KEY
 from .requests import Kind, Request
@@ -27,7 +32,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "allocate_buffer",
-    "factor_of",
     "reduces_scattered",
     "resubmit_allreduce",
     "submit_allgather",
@@ -153,7 +157,7 @@ def submit_allgather(
     Raises:
         ValueError: a tensor has no dimension.
     """
-    _refuse_scalars(Kind.ALLGATHER, inputs)
+    refuse_scalars(Kind.ALLGATHER, inputs)
     request = Request(Kind.ALLGATHER, tuple(_dtypes(inputs, dtypes)), _shapes(inputs))
     return _submit(process_set, request, name, inputs, [None] * len(inputs))
 
@@ -175,8 +179,8 @@ def submit_broadcast(
     Raises:
         ValueError: the root is not a rank of the process set.
     """
-    ranks = _ranks(process_set)
-    root = _index(root_rank, "root_rank")
+    ranks = ranks_of(process_set)
+    root = index_of(root_rank, "root_rank")
     if root not in ranks:
         raise ValueError(
             f"broadcast: root_rank {root} is not a rank of the process set {list(ranks)}."
@@ -213,24 +217,9 @@ def submit_alltoall(
     Raises:
         ValueError: the tensor has no dimension, or the splits don't fit it.
     """
-    _refuse_scalars(Kind.ALLTOALL, [array])
-    size = len(_ranks(process_set))
-    rows = array.shape[0]
-    if splits is None:
-        if rows % size:
-            raise ValueError(
-                f"alltoall: the first dimension ({rows}) is not divisible by the number of "
-                f"ranks ({size}); pass splits."
-            )
-        counts = (rows // size,) * size
-    else:
-        counts = tuple(_index(item, "splits") for item in splits)
-        if len(counts) != size or min(counts, default=0) < 0 or sum(counts) != rows:
-            raise ValueError(
-                f"alltoall: splits must be {size} non-negative numbers (one for each rank) that "
-                f"add up to the first dimension ({rows}); got {list(counts)}, "
-                f"which add up to {sum(counts)}."
-            )
+    refuse_scalars(Kind.ALLTOALL, [array])
+    size = len(ranks_of(process_set))
+    counts = splits_of(splits, array.shape[0], size)
     dtypes = tuple(_dtypes([array], None if dtype is None else [dtype]))
     request = Request(Kind.ALLTOALL, dtypes, _shapes([array]), splits=counts)
     return _submit(process_set, request, name, [array], [None])
@@ -259,7 +248,7 @@ def submit_reducescatter(
     """
     if op is ReduceOp.ADASUM:
         raise ValueError("reducescatter: Adasum combines whole tensors; use allreduce.")
-    _refuse_scalars(Kind.REDUCESCATTER, inputs)
+    refuse_scalars(Kind.REDUCESCATTER, inputs)
     request = _reduction(Kind.REDUCESCATTER, inputs, dtypes, op, prescale, postscale)
     return _submit(process_set, request, name, inputs, [None] * len(inputs))
 
@@ -316,25 +305,6 @@ def _transport(process_set: ProcessSet | None) -> Transport:
     return engine().channels[set_id].transport
 
 
-def factor_of(value: object, argument: str) -> float:
-    """Return a factor as a finite float.
-
-    Raises:
-        TypeError: it is not a real number.
-        ValueError: it is infinite or not a number.
-    """
-    scalar = getattr(value, "ndim", None) == 0 and hasattr(value, "__float__")
-    if isinstance(value, bool) or not (isinstance(value, numbers.Real) or scalar):
-        raise TypeError(
-            f"rank {engine().rank}: {argument} must be a number, not {value!r} "
-            f"({type(value).__name__})."
-        )
-    number = float(value)  # type: ignore[arg-type]
-    if not math.isfinite(number):
-        raise ValueError(f"rank {engine().rank}: {argument} must be finite, not {number}.")
-    return number
-
-
 def _submit(
     process_set: ProcessSet,
     request: Request,
@@ -346,28 +316,10 @@ def _submit(
     state = current()
     set_id: Any = getattr(process_set, "process_set_id", None)
     if state.sets.get(set_id) is not process_set or set_id not in state.engine.channels:
-        set_id = _refused(process_set, request.kind)
+        set_id = set_id_of(process_set, request.kind)
     if name is not None and not isinstance(name, str):
         raise TypeError(f"{request.kind}: name must be a string, not {type(name).__name__}.")
     return state.engine.submit(set_id, request, name or None, inputs, outputs, result)
-
-
-def _refused(process_set: ProcessSet, kind: Kind) -> int:
-    """Raise what is wrong with a process set, or return its number if that is for the engine."""
-    rank = engine().rank
-    ranks = _ranks(process_set)
-    if rank not in ranks:
-        raise ValueError(f"{kind}: rank {rank} is not in the process set {list(ranks)}.")
-    assert process_set.process_set_id is not None
-    return process_set.process_set_id
-
-
-def _ranks(process_set: ProcessSet) -> list[int]:
-    if not hasattr(process_set, "require_ranks"):
-        raise TypeError(
-            f"process_set must be a ProcessSet, such as global_process_set, not {process_set!r}."
-        )
-    return process_set.require_ranks()
 
 
 def _dtypes(arrays: Sequence[Array], dtypes: Sequence[DType] | None) -> list[DType]:
@@ -376,22 +328,6 @@ def _dtypes(arrays: Sequence[Array], dtypes: Sequence[DType] | None) -> list[DTy
 
 def _shapes(arrays: Sequence[Array]) -> tuple[tuple[int, ...], ...]:
     return tuple(array.shape for array in arrays)
-
-
-def _index(value: SupportsIndex, what: str) -> int:
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{what} must be integer, not {type(value).__name__}.") from None
-
-
-def _refuse_scalars(kind: Kind, arrays: Sequence[Array]) -> None:
-    for array in arrays:
-        if array.ndim == 0:
-            raise ValueError(
-                f"{kind}: a tensor without dimensions has no first dimension to work along; "
-                "reshape it to (1,)."
-            )
 
 
 def _reduction(
@@ -405,7 +341,7 @@ def _reduction(
 ) -> Request:
     """Return the request for a reduction, once its arguments have been checked."""
     dtypes = _dtypes(inputs, dtypes)
-    _check_reduction(dtypes, op)
+    check_reduction(dtypes, op)
     return Request(
         kind,
         tuple(dtypes),
@@ -415,15 +351,3 @@ def _reduction(
         postscale=factor_of(postscale, "postscale_factor"),
         resident=resident,
     )
-
-
-def _check_reduction(dtypes: Sequence[DType], op: ReduceOp) -> None:
-    for dtype in dtypes:
-        if dtype is DType.BOOL and op is ReduceOp.AVERAGE:
-            raise TypeError("The average of bool is not defined: use Sum, Min, Max or Product.")
-        if dtype.is_complex and op in (ReduceOp.MIN, ReduceOp.MAX):
-            raise TypeError(f"Complex numbers have no order, so {op} of {dtype} is not defined.")
-        if op is ReduceOp.ADASUM:
-            refusal = adasum_refusal(dtype)
-            if refusal is not None:
-                raise TypeError(refusal)
