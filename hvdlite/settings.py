@@ -144,6 +144,13 @@ class Settings:
         "Bytes below which MPI's own collectives are used (not for allreduce in shared memory).",
         horovod=False,
     )
+    peer_memory: bool = knob(
+        True,
+        BOOL,
+        "PEER_MEMORY",
+        "Ranks of a host read and write each other's memory, where the system permits that.",
+        horovod=False,
+    )
     autotune: bool = knob(
         False,
         BOOL,

@@ -11,7 +11,7 @@ from .base import Communicator, Finish, Operation, Staging, Transport, Words
 from .hierarchical import HierarchicalTransport
 from .mpi import MPITransport
 from .ring import RingTransport
-from .shared_memory import SharedMemoryTransport
+from .shared_memory import DIRECT_BYTES, SharedMemoryTransport
 from .types import Array, DType, ReduceOp
 
 __all__ = [
@@ -36,6 +36,9 @@ class TransportSettings(Protocol):
 
     @property
     def small_bytes(self) -> int: ...
+
+    @property
+    def peer_memory(self) -> bool: ...
 
 
 def make_transport(
@@ -70,14 +73,20 @@ def _large(
     """Choose what moves much data, by where the ranks are."""
     count = len(set(hosts))
     ring_limits = AllreduceLimits.all(settings.small_bytes)
+    direct = DIRECT_BYTES if settings.peer_memory else None
     if count == 1:
-        shared = SharedMemoryTransport.create(comm, refused=_no_shared_memory)
+        shared = SharedMemoryTransport.create(comm, direct_bytes=direct, refused=_no_shared_memory)
         return (shared, SHARED_MEMORY_LIMITS) if shared is not None else (ring, ring_limits)
     if settings.transport == "shared_memory":
         _no_shared_memory("the ranks are on several hosts")
     elif count < comm.size:
         made = HierarchicalTransport.create(
-            comm, hosts, ring, settings.segment_bytes, refused=_no_shared_memory
+            comm,
+            hosts,
+            ring,
+            settings.segment_bytes,
+            direct_bytes=direct,
+            refused=_no_shared_memory,
         )
         if made is not None:
             return made, HIERARCHICAL_LIMITS.at_least(settings.small_bytes)

@@ -25,7 +25,7 @@ import numpy as np
 from .base import TAGS, Communicator, Finish, Operation, Pending, Scattered, Staging, Words
 from .ring import RingTransport, even_counts
 from .shared_lanes import Lane
-from .shared_memory import SharedMemoryTransport
+from .shared_memory import DIRECT_BYTES, SharedMemoryTransport
 from .shared_segment import SegmentUnavailableError, agree, completed
 from .task import Task
 from .types import Array, DType, ReduceOp
@@ -92,6 +92,7 @@ class HierarchicalTransport:
         segment_bytes: int,
         *,
         chunk_bytes: int = CHUNK_BYTES,
+        direct_bytes: int | None = DIRECT_BYTES,
         refused: Callable[[str], object] | None = None,
     ) -> HierarchicalTransport | None:
         """Make the transport, or find out that the ranks of some host cannot share memory.
@@ -104,14 +105,16 @@ class HierarchicalTransport:
             ring: of the same ranks.
             segment_bytes: what the rings between the hosts send as one.
             chunk_bytes: what is reduced inside the hosts as one.
+            direct_bytes: see `SharedMemoryTransport.create`.
             refused: called on every rank with the reason why there is no transport.
 
         Returns:
             The transport, or None.
         """
-        return completed(
-            cls.creating(comm, hosts, ring, segment_bytes, chunk_bytes=chunk_bytes), refused
+        creation = cls.creating(
+            comm, hosts, ring, segment_bytes, chunk_bytes=chunk_bytes, direct_bytes=direct_bytes
         )
+        return completed(creation, refused)
 
     @classmethod
     def creating(
@@ -123,6 +126,7 @@ class HierarchicalTransport:
         *,
         chunk_bytes: int = CHUNK_BYTES,
         capacity: int | None = None,
+        direct_bytes: int | None = DIRECT_BYTES,
     ) -> Operation[HierarchicalTransport]:
         """Make the transport step by step; see `create`.
 
@@ -147,7 +151,9 @@ class HierarchicalTransport:
         shared, failure = None, ""
         if local.size > 1:
             try:
-                shared = yield from SharedMemoryTransport.creating(local, capacity=capacity)
+                shared = yield from SharedMemoryTransport.creating(
+                    local, capacity=capacity, direct_bytes=direct_bytes
+                )
             except SegmentUnavailableError as error:
                 # Its ranks are numbered by this host; one of them is enough to tell.
                 failure = f"has a host where local {error}"

@@ -170,3 +170,23 @@ def test_one_memory_several_times(hvd, world):
     memory = np.full(300_000, world.rank + 1, np.float32)
     hvd.grouped_allreduce_([memory[:200_000], memory[100_000:]], op=hvd.Sum)
     assert (memory == total).all()
+
+
+@pytest.mark.limit(60)
+@pytest.mark.np(2, 3)
+def test_the_means_can_be_switched_off(hvd, world, monkeypatch):
+    from hvdlite.world import current
+
+    def reaches():
+        return current().engine.channels[0].transport.scattered is not None
+
+    hvd.shutdown()
+    monkeypatch.setenv("HVDLITE_PEER_MEMORY", "0")
+    hvd.init()
+    assert not reaches()
+    array = np.full(LENGTH, world.rank, np.float32)
+    hvd.allreduce_(array, op=hvd.Sum)
+    assert (array == sum(world.ranks)).all()
+    hvd.shutdown()
+    monkeypatch.undo()
+    hvd.init()

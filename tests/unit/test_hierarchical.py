@@ -284,7 +284,9 @@ def test_the_choice_follows_from_the_hosts(hosts, transport, kind, caplog):
 
     # make_transport blocks, so every rank needs a thread.
     world = FakeWorld(len(hosts))
-    chosen = SimpleNamespace(transport=transport, segment_bytes=64, small_bytes=64)
+    chosen = SimpleNamespace(
+        transport=transport, segment_bytes=64, small_bytes=64, peer_memory=True
+    )
     made = [None] * len(hosts)
 
     def choose(rank):

@@ -47,6 +47,7 @@ OURS = {
     "BUCKET_BYTES": "bucket_bytes",
     "SEGMENT_BYTES": "segment_bytes",
     "SMALL_BYTES": "small_bytes",
+    "PEER_MEMORY": "peer_memory",
     "METRICS_PORT": "metrics_port",
     "METRICS_HOST": "metrics_host",
     "ABORT_ON_EXCEPTION": "abort_on_exception",
@@ -75,6 +76,7 @@ SAMPLES = {
     "BUCKET_BYTES": ("1", 1),
     "SEGMENT_BYTES": ("65536", 65536),
     "SMALL_BYTES": ("0", 0),
+    "PEER_MEMORY": ("0", False),
     "METRICS_PORT": ("9400", 9400),
     "METRICS_HOST": ("0.0.0.0", "0.0.0.0"),
     "ABORT_ON_EXCEPTION": ("false", False),
@@ -89,7 +91,7 @@ WHOLE_NUMBERS = [
     "AUTOTUNE_WARMUP_SAMPLES",
     "BUCKET_BYTES",
     "SEGMENT_BYTES",
-    "SMALL_BYTES",
+    "PEER_MEMORY",
 ]
 DURATIONS = ["CYCLE_TIME", "STALL_CHECK_TIME_SECONDS", "STALL_SHUTDOWN_TIME_SECONDS"]
 
@@ -126,6 +128,7 @@ def test_defaults() -> None:
         "bucket_bytes": 4 * 1024 * 1024,
         "segment_bytes": 256 * 1024,
         "small_bytes": 16 * 1024,
+        "peer_memory": True,
         "autotune": False,
         "autotune_log": None,
         "autotune_warmup_samples": 3,

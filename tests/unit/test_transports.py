@@ -20,7 +20,7 @@ from .fake_mpi import FakeWorld, drive, random_scheduler, scripted_scheduler
 
 
 def auto(comm):
-    chosen = SimpleNamespace(transport="auto", segment_bytes=48, small_bytes=64)
+    chosen = SimpleNamespace(transport="auto", segment_bytes=48, small_bytes=64, peer_memory=True)
     return make_transport(comm, chosen)
 
 
@@ -270,7 +270,9 @@ def test_nan_from_any_rank_reaches_all(name, op):
 
 @pytest.mark.parametrize("transport", ["auto", "ring", "mpi"])
 def test_one_process_needs_nobody(transport):
-    chosen = SimpleNamespace(transport=transport, segment_bytes=64, small_bytes=64)
+    chosen = SimpleNamespace(
+        transport=transport, segment_bytes=64, small_bytes=64, peer_memory=True
+    )
     alone = make_transport(LocalCommunicator(), chosen)
     buffer, received = np.arange(50.0), np.zeros(50)
     for operation in (
@@ -289,7 +291,7 @@ def test_one_process_needs_nobody(transport):
 def test_forced_transports():
     comm = FakeWorld(2).communicators[0]
     for name, kind in (("ring", RingTransport), ("mpi", MPITransport)):
-        chosen = SimpleNamespace(transport=name, segment_bytes=64, small_bytes=64)
+        chosen = SimpleNamespace(transport=name, segment_bytes=64, small_bytes=64, peer_memory=True)
         assert isinstance(make_transport(comm, chosen), kind)
 
 
