@@ -202,7 +202,7 @@ def _tune(engine: Engine, settings: Settings, log: TextIO | None) -> None:
     from .autotune import Session, Tuner
 
     tuner = Tuner(
-        engine.parameters,
+        engine.sets.parameters,
         engine.transports,
         settings.autotune_bayes_opt_max_samples,
         settings.autotune_gaussian_process_noise,

@@ -7,7 +7,6 @@ never waits; driver.py decides which thread takes the steps, and when.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import threading
 import time
@@ -19,23 +18,20 @@ from dataclasses import dataclass
 from ..autotune import Parameters, Session
 from ..exceptions import DuplicateNameError, HvdliteInternalError, HvdliteTimeoutError
 from ..log import logger
-from ..timeline import Recorder, Timeline
+from ..timeline import Timeline
 from ..timeline.session import START, STOP
-from ..transport.adasum import Adasum
 from ..transport.base import Communicator, Operation, Transport
 from ..transport.task import Task
 from ..transport.types import Array
-from .channel import CLOSED, REMOVED, Channel
+from .channel import CLOSED
 from .driver import IDLE, Driver
-from .requests import Announcement, Kind, Request, Response, display
-from .stall import StallInspector, StallLimits, Waiting
+from .requests import Announcement, Request
+from .sets import GLOBAL_SET, Sets
+from .stall import StallLimits
 from .statistics import Counters, Statistics
 from .submissions import Entry, Handle, Names
 
 __all__ = ["GLOBAL_SET", "Engine", "EngineOptions"]
-
-GLOBAL_SET = 0
-"""Number of the process set that all ranks belong to."""
 
 _RETUNE = "autotune.retune"
 
@@ -90,39 +86,38 @@ class Engine:
         self.rank = control.rank
         self.size = control.size
         self.counters = Counters()
-        self.channels: dict[int, Channel] = {}
         self.submissions = 0
         self.submitters: set[int] = set()
         """Identifiers of the threads that have submitted anything."""
-        self._control = control
-        self._data = data
-        self._make_transport = make_transport
-        self.parameters = Parameters(
-            options.fusion_threshold,
-            options.cycle_time,
-            options.cache_capacity,
-            options.transport,
-        )
-        """What process sets begin with."""
-        self._options = options
         self.clock = clock
-        self._communicators: dict[int, tuple[Communicator, Communicator]] = {}
-        self._inspectors: dict[int, tuple[StallInspector, Task]] = {}
-        self._removed: list[int] = []
-        self._next_set = GLOBAL_SET
+        self.sets = Sets(
+            control,
+            data,
+            make_transport,
+            Parameters(
+                options.fusion_threshold,
+                options.cycle_time,
+                options.cache_capacity,
+                options.transport,
+            ),
+            options.stall,
+            self.counters,
+            self._act_on,
+            clock,
+        )
+        self.channels = self.sets.channels
         self._submitted: deque[tuple[int, Entry]] = deque()
         self._announcements: deque[tuple[Announcement, bool]] = deque()
         """And whether each of them is worth a round of its own."""
         self._autotune: Session | None = None
         self._chores: list[Task] = []
         """What all ranks do beside the rounds, in the same order."""
-        self._timeline = Timeline(control, clock, self._record_with)
+        self._timeline = Timeline(control, clock, self.sets.record_with)
         self._names: defaultdict[int, Names] = defaultdict(dict)
         self._driver = Driver(self.step, self._due, affinity)
         self._closing: str | None = None
         self._failure: str | None = None
         self._fork = _forks
-        self._add_set(tuple(range(self.size)), control, data)
 
     # -- callers ------------------------------------------------------------------------
 
@@ -156,8 +151,7 @@ class Engine:
 
     def undo(self) -> None:
         """Free what was made, where the engine is not going to be started (collective)."""
-        for set_id in list(self.channels):
-            self._free(set_id)
+        self.sets.free_all()
 
     def submit(
         self,
@@ -266,8 +260,7 @@ class Engine:
         if self._failure is None:
             # Callers that waited in other threads may be in the middle of a step.
             with self._driver.drive:
-                for set_id in list(self.channels):
-                    self._free(set_id)
+                self.sets.free_all()
 
     def fail(self, text: str) -> None:
         """Give up: fail all that is in flight, and refuse what comes."""
@@ -368,11 +361,12 @@ class Engine:
             now = self.clock()
             for channel in list(self.channels.values()):
                 moved |= channel.advance(now, tests)
-            if self._removed:
-                self._free_removed()
+            self.sets.free_removed()
             if self._chores:
                 moved |= self._do_chores(tests)
-            self._inspect()
+            verdict = self.sets.inspect()
+            if verdict is not None:
+                self.fail(f"hvdlite has been shut down: {verdict}")
             return moved
         except BaseException as error:
             details = traceback.format_exc()
@@ -413,74 +407,11 @@ class Engine:
     def _closed(self) -> bool:
         if self._failure is not None:
             return True
-        # A copy: another thread's step may add or free a process set meanwhile.
-        channels = list(self.channels.values())
-        return not (self._submitted or self._chores) and all(
-            channel.negotiator.closed and channel.quiet for channel in channels
-        )
-
-    # -- process sets -------------------------------------------------------------------
+        return not (self._submitted or self._chores) and self.sets.closed
 
     def add_process_set(self, ranks: Sequence[int]) -> int:
         """Make a process set before the engine has started (on all ranks, in one order)."""
-        return self._split(tuple(ranks))
-
-    def _split(self, ranks: tuple[int, ...]) -> int:
-        control, data = self._control.subset(ranks), self._data.subset(ranks)
-        return self._add_set(ranks, control, data)
-
-    def _add_set(
-        self, ranks: tuple[int, ...], control: Communicator | None, data: Communicator | None
-    ) -> int:
-        set_id = self._next_set
-        self._next_set += 1
-        if control is None or data is None:
-            return set_id
-        channel = Channel(
-            control,
-            self._make_transport(data, ranks),
-            ranks,
-            parameters=self.parameters,
-            counters=self.counters,
-            on_change=self._change_sets,
-            on_announcement=functools.partial(self._act_on, set_id),
-            set_id=set_id,
-            adasum=Adasum(data),
-        )
-        channel.recorder = self._timeline.recorder
-        self._communicators[set_id] = control, data
-        stall = self._options.stall
-        if stall is not None and len(ranks) > 1:
-            inspector = StallInspector(
-                control, ranks, stall, lambda: self._waiting(channel), self.clock
-            )
-            self._inspectors[set_id] = inspector, Task(inspector.watch())
-        self.channels[set_id] = channel
-        return set_id
-
-    def _change_sets(self, response: Response, entry: Entry) -> None:
-        if response.request.kind is Kind.ADD_PROCESS_SET:
-            entry.handle.finish(self._split(response.request.splits))
-            return
-        (set_id,) = response.request.splits
-        channel = self.channels.get(set_id)
-        if channel is not None and set_id not in self._removed:
-            channel.negotiator.leave(REMOVED, now=True)
-            self._removed.append(set_id)
-        entry.handle.finish(None)
-
-    def _free_removed(self) -> None:
-        for set_id in list(self._removed):
-            channel = self.channels[set_id]
-            if channel.negotiator.closed and channel.quiet:
-                self._removed.remove(set_id)
-                self._free(set_id)
-
-    def _free(self, set_id: int) -> None:
-        self.channels.pop(set_id).transport.close()
-        self._inspectors.pop(set_id, None)
-        for comm in self._communicators.pop(set_id):
-            comm.free()
+        return self.sets.split(tuple(ranks))
 
     # -- what ranks announce --------------------------------------------------------------
 
@@ -521,17 +452,13 @@ class Engine:
         if final:
             channel.meter = None
             # Sets are made in rounds of this channel: after this one, all ranks agree on it.
-            self.parameters = parameters
+            self.sets.parameters = parameters
             for other in self.channels.values():
                 # Their rounds come when they come. One of their ranks has to tell the rest.
                 if other is not channel and other.control.rank == 0:
                     other.negotiator.announce((_RETUNE, *parameters, True), urgent=False)
         if self._autotune is not None:
             self._autotune.applied(parameters, final)
-
-    def _record_with(self, recorder: Recorder | None) -> None:
-        for channel in self.channels.values():
-            channel.recorder = recorder
 
     def _add_chore(self, chore: Operation[None] | None) -> None:
         if chore is not None:
@@ -543,20 +470,3 @@ class Engine:
         if self._chores[0].finished:
             del self._chores[0]
         return moved
-
-    # -- stalls -------------------------------------------------------------------------
-
-    def _waiting(self, channel: Channel) -> Waiting:
-        now = self.clock()
-        return {
-            display(entry.key, entry.request.kind): now - entry.submitted
-            for entry in [*channel.negotiator.pending.values(), *channel.executing()]
-            if entry.request.kind is not Kind.JOIN and not entry.handle.finished
-        }
-
-    def _inspect(self) -> None:
-        for inspector, task in list(self._inspectors.values()):
-            task.advance()
-            if inspector.verdict is not None:
-                self.fail(f"hvdlite has been shut down: {inspector.verdict}")
-                return

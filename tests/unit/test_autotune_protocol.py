@@ -212,7 +212,7 @@ def test_other_process_sets_get_the_final_values_only():
     run_steps(job, GLOBAL_SET, (0, 1, 2), 2)
     run_steps(job, set_id, ranks, 2)
     assert job.parameters() == job.parameters(set_id) == {final}
-    (later,) = {engine._split((0, 2)) for engine in job.engines}
+    (later,) = {engine.sets.split((0, 2)) for engine in job.engines}
     assert job.parameters(later) == {final}
     job.finish()
 

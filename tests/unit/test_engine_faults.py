@@ -401,14 +401,14 @@ def test_a_signal_handler_that_waits_in_the_middle_of_a_step_is_told(
                 raise
 
     on_signal(handler)
-    inspect = engine._inspect
+    inspect = engine.sets.inspect
 
     def interrupted():
         if not errors:
             signal.raise_signal(signal.SIGUSR1)
-        inspect()
+        return inspect()
 
-    monkeypatch.setattr(engine, "_inspect", interrupted)
+    monkeypatch.setattr(engine.sets, "inspect", interrupted)
     handle = job.submit(0, "outer")
     if caught:
         np.testing.assert_array_equal(handle.wait()[0], [1.0, 1.0])
