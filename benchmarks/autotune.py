@@ -105,7 +105,7 @@ def main() -> None:
             times.append(time.perf_counter() - before)
         return statistics.median(times)
 
-    engine._autotune = None
+    engine.agenda.session = None
     grid = [
         start._replace(fusion_threshold=threshold, cycle_time=cycle / 1e3)
         for threshold in THRESHOLDS

@@ -18,12 +18,10 @@ from dataclasses import dataclass
 from ..autotune import Parameters, Session
 from ..exceptions import DuplicateNameError, HvdliteInternalError, HvdliteTimeoutError
 from ..log import logger
-from ..timeline import Timeline
 from ..timeline.session import START, STOP
-from ..transport.base import Communicator, Operation, Transport
-from ..transport.task import Task
+from ..transport.base import Communicator, Transport
 from ..transport.types import Array
-from .channel import CLOSED
+from .agenda import RETUNE, Agenda
 from .driver import IDLE, Driver
 from .requests import Announcement, Request
 from .sets import GLOBAL_SET, Sets
@@ -32,8 +30,6 @@ from .statistics import Counters, Statistics
 from .submissions import Entry, Handle, Names
 
 __all__ = ["GLOBAL_SET", "Engine", "EngineOptions"]
-
-_RETUNE = "autotune.retune"
 
 _forks = 0
 """How often this process was forked off since it imported this."""
@@ -102,17 +98,15 @@ class Engine:
             ),
             options.stall,
             self.counters,
-            self._act_on,
+            lambda set_id, announcement: self.agenda.act_on(set_id, announcement),
             clock,
         )
         self.channels = self.sets.channels
         self._submitted: deque[tuple[int, Entry]] = deque()
         self._announcements: deque[tuple[Announcement, bool]] = deque()
         """And whether each of them is worth a round of its own."""
-        self._autotune: Session | None = None
-        self._chores: list[Task] = []
-        """What all ranks do beside the rounds, in the same order."""
-        self._timeline = Timeline(control, clock, self.sets.record_with)
+        self.agenda = Agenda(self.sets, control, clock)
+        self._timeline = self.agenda.timeline
         self._names: defaultdict[int, Names] = defaultdict(dict)
         self._driver = Driver(self.step, self._due, affinity)
         self._closing: str | None = None
@@ -124,8 +118,8 @@ class Engine:
     def start(self) -> None:
         """Start the background thread."""
         self._driver.start()
-        if self._autotune is not None:
-            self._autotune.start(self.retune)
+        if self.agenda.session is not None:
+            self.agenda.session.start(self.retune)
 
     @property
     def transports(self) -> tuple[str, ...]:
@@ -134,7 +128,7 @@ class Engine:
 
     def autotune(self, session: Session) -> None:
         """Let a session measure and retune the set of all ranks (on rank 0, before `start`)."""
-        self._autotune = session
+        self.agenda.session = session
         self.channels[GLOBAL_SET].meter = session.meter
 
     def retune(self, parameters: Parameters, final: bool) -> None:
@@ -147,7 +141,7 @@ class Engine:
             parameters: for the process set of all ranks.
             final: whether they are for the other sets, too.
         """
-        self._announcements.append(((_RETUNE, *parameters, final), False))
+        self._announcements.append(((RETUNE, *parameters, final), False))
 
     def undo(self) -> None:
         """Free what was made, where the engine is not going to be started (collective)."""
@@ -254,8 +248,8 @@ class Engine:
         if self._failure is None:
             self._driver.drive_until(self._closed, leaving=True)
         self._driver.stop()
-        if self._autotune is not None:
-            self._autotune.close()
+        if self.agenda.session is not None:
+            self.agenda.session.close()
         self._timeline.finish()
         if self._failure is None:
             # Callers that waited in other threads may be in the middle of a step.
@@ -273,6 +267,10 @@ class Engine:
         while self._submitted:
             _, entry = self._submitted.popleft()
             entry.handle.fail(HvdliteInternalError(text))
+
+    def rescue(self) -> None:
+        """Save what would be lost when the process ends without `shutdown`."""
+        self._timeline.rescue()
 
     @property
     def is_mine(self) -> bool:
@@ -332,7 +330,7 @@ class Engine:
 
     def _due(self) -> float | None:
         """Return the seconds until there is something to do; None if MPI is to be tested."""
-        if self._chores and self._failure is None:
+        if self.agenda.chores and self._failure is None:
             return None
         due = IDLE
         for channel in list(self.channels.values()):
@@ -361,9 +359,11 @@ class Engine:
             now = self.clock()
             for channel in list(self.channels.values()):
                 moved |= channel.advance(now, tests)
-            self.sets.free_removed()
-            if self._chores:
-                moved |= self._do_chores(tests)
+            # Most steps have neither to do, and are too short for two calls in vain.
+            if self.sets.removed:
+                self.sets.free_removed()
+            if self.agenda.chores:
+                moved |= self.agenda.advance(tests)
             verdict = self.sets.inspect()
             if verdict is not None:
                 self.fail(f"hvdlite has been shut down: {verdict}")
@@ -407,66 +407,8 @@ class Engine:
     def _closed(self) -> bool:
         if self._failure is not None:
             return True
-        return not (self._submitted or self._chores) and self.sets.closed
+        return not (self._submitted or self.agenda.chores) and self.sets.closed
 
     def add_process_set(self, ranks: Sequence[int]) -> int:
         """Make a process set before the engine has started (on all ranks, in one order)."""
         return self.sets.split(tuple(ranks))
-
-    # -- what ranks announce --------------------------------------------------------------
-
-    def rescue(self) -> None:
-        """Save what would be lost when the process ends without `shutdown`."""
-        self._timeline.rescue()
-
-    def _act_on(self, set_id: int, announcement: Announcement) -> None:
-        what, *details = announcement
-        if what == _RETUNE:
-            threshold, cycle_time, capacity, transport, final = details
-            self._retune(
-                set_id,
-                Parameters(int(threshold), float(cycle_time), int(capacity), str(transport)),
-                bool(final),
-            )
-        elif set_id != GLOBAL_SET:
-            return
-        elif what == START:
-            path, mark_cycles = details
-            self._add_chore(self._timeline.start(str(path), bool(mark_cycles)))
-        elif what == STOP:
-            (path,) = details
-            self._add_chore(self._timeline.stop(str(path)))
-        elif what == CLOSED:
-            # Every rank comes here after the same round, so nobody has to announce the end.
-            self._add_chore(self._timeline.stop())
-
-    def _retune(self, set_id: int, parameters: Parameters, final: bool) -> None:
-        channel = self.channels[set_id]
-        channel.retune(parameters)
-        if final:
-            channel.trim_buffers()
-        if set_id != GLOBAL_SET:
-            return
-        if self._timeline.recorder is not None:
-            self._timeline.recorder.note("mark", f"autotune: {parameters}", self.clock())
-        if final:
-            channel.meter = None
-            # Sets are made in rounds of this channel: after this one, all ranks agree on it.
-            self.sets.parameters = parameters
-            for other in self.channels.values():
-                # Their rounds come when they come. One of their ranks has to tell the rest.
-                if other is not channel and other.control.rank == 0:
-                    other.negotiator.announce((_RETUNE, *parameters, True), urgent=False)
-        if self._autotune is not None:
-            self._autotune.applied(parameters, final)
-
-    def _add_chore(self, chore: Operation[None] | None) -> None:
-        if chore is not None:
-            self._chores.append(Task(chore))
-
-    def _do_chores(self, tests: int) -> bool:
-        # One after the other: they share tags.
-        moved = self._chores[0].advance(tests)
-        if self._chores[0].finished:
-            del self._chores[0]
-        return moved

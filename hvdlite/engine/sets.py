@@ -68,6 +68,8 @@ class Sets:
         """By the numbers of the sets."""
         self.parameters = parameters
         """What sets begin with."""
+        self.removed: list[int] = []
+        """Numbers of the sets that are to be freed once they have come to rest."""
         self._control = control
         self._data = data
         self._make_transport = make_transport
@@ -77,7 +79,6 @@ class Sets:
         self._clock = clock
         self._recorder: Recorder | None = None
         self._belongings: dict[int, _Belongings] = {}
-        self._removed: list[int] = []
         self._next = GLOBAL_SET
         self._add(tuple(range(control.size)), control, data)
 
@@ -101,19 +102,18 @@ class Sets:
     def inspect(self) -> str | None:
         """Let the stall inspectors do their work; return why the job has to end, if it has to."""
         for each in list(self._belongings.values()):
-            if each.inspector is None or each.watch is None:
-                continue
-            each.watch.advance()
-            if each.inspector.verdict is not None:
-                return each.inspector.verdict
+            if each.inspector is not None and each.watch is not None:
+                each.watch.advance()
+                if each.inspector.verdict is not None:
+                    return each.inspector.verdict
         return None
 
     def free_removed(self) -> None:
         """Free the sets that were removed and have come to rest."""
-        for set_id in list(self._removed):
+        for set_id in list(self.removed):
             channel = self.channels[set_id]
             if channel.negotiator.closed and channel.quiet:
-                self._removed.remove(set_id)
+                self.removed.remove(set_id)
                 self._free(set_id)
 
     def free_all(self) -> None:
@@ -156,9 +156,9 @@ class Sets:
             return
         (set_id,) = response.request.splits
         channel = self.channels.get(set_id)
-        if channel is not None and set_id not in self._removed:
+        if channel is not None and set_id not in self.removed:
             channel.negotiator.leave(REMOVED, now=True)
-            self._removed.append(set_id)
+            self.removed.append(set_id)
         entry.handle.finish(None)
 
     def _free(self, set_id: int) -> None:

@@ -36,7 +36,7 @@ def step(number):
         assert np.array_equal(hvd.synchronize(handle), expected.astype(np.float32))
 
 def on_rank_0(holds):
-    mine = float(rank == 0 and holds(engine._autotune))
+    mine = float(rank == 0 and holds(engine.agenda.session))
     return hvd.allreduce(np.array([mine]), name="asked", op=hvd.Max)[0] > 0
 
 def steps_until(holds):

@@ -298,7 +298,7 @@ def test_an_engine_that_fails_while_it_leaves_has_left(tmp_path):
     job.engines[0].start_timeline(str(tmp_path / "a.json"), False)
     for rank in range(2):
         job.submit(rank, "w")
-    job.run(lambda: job.engines[0]._chores)
+    job.run(lambda: job.engines[0].agenda.chores)
     job.leave(0)
     assert not job.engines[0]._closed()
     job.engines[0].fail("broken by the test")
