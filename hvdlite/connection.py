@@ -79,7 +79,8 @@ def connect(base: Communicator, mpi_group: Any, settings: Settings) -> World:
         mpi_group: the same ranks, None without MPI.
         settings: this rank's own.
     """
-    from .engine.engine import Engine, EngineOptions
+    from .autotune import Parameters
+    from .engine.engine import Engine
     from .engine.stall import StallLimits
     from .transport.auto import make_transport
 
@@ -87,20 +88,19 @@ def connect(base: Communicator, mpi_group: Any, settings: Settings) -> World:
     shared, affinity = _agree(base, settings, hosts)
     autotune_log = _prepare_autotune(base, shared) if shared.autotune else None
     metrics = _serve_metrics(base, shared, hosts) if shared.metrics_port else None
-    options = EngineOptions(
-        fusion_threshold=shared.fusion_threshold,
-        cache_capacity=shared.cache_capacity,
-        cycle_time=shared.cycle_time / 1e3,
-        stall=StallLimits(shared.stall_warning_time, shared.stall_shutdown_time)
-        if shared.stall_check
-        else None,
-        transport=shared.transport,
-    )
     engine = Engine(
         base,
         base.duplicate(),
         lambda comm, ranks: make_transport(comm, shared, hosts=[hosts[r] for r in ranks]),
-        options,
+        Parameters(
+            shared.fusion_threshold,
+            shared.cycle_time / 1e3,
+            shared.cache_capacity,
+            shared.transport,
+        ),
+        StallLimits(shared.stall_warning_time, shared.stall_shutdown_time)
+        if shared.stall_check
+        else None,
         affinity=affinity,
     )
     if shared.autotune and base.rank == 0:

@@ -1,7 +1,8 @@
 """The engine: carries out what callers submit.
 
 Its step reads: take in what was submitted, negotiate, fuse, execute, watch for stalls. It
-never waits; driver.py decides which thread takes the steps, and when.
+never waits; driver.py decides which thread takes the steps, and when. sets.py keeps the process
+sets, and agenda.py does what ranks announce.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import time
 import traceback
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from ..autotune import Parameters, Session
 from ..exceptions import DuplicateNameError, HvdliteInternalError, HvdliteTimeoutError
@@ -29,7 +29,7 @@ from .stall import StallLimits
 from .statistics import Counters, Statistics
 from .submissions import Entry, Handle, Names
 
-__all__ = ["GLOBAL_SET", "Engine", "EngineOptions"]
+__all__ = ["GLOBAL_SET", "Engine"]
 
 _forks = 0
 """How often this process was forked off since it imported this."""
@@ -43,20 +43,6 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
-@dataclass(frozen=True)
-class EngineOptions:
-    """What the engine's decisions depend on; the same on every rank."""
-
-    fusion_threshold: int
-    cache_capacity: int
-    cycle_time: float
-    """Seconds."""
-    stall: StallLimits | None
-    """None switches the inspector off."""
-    transport: str = "auto"
-    """Name of the transports that are made."""
-
-
 class Engine:
     """Negotiates and executes the collectives of one process.
 
@@ -65,7 +51,8 @@ class Engine:
         data: communicator of the same ranks, for the transport only.
         make_transport: makes the transport of a process set, from a communicator and its
             ranks; called on all of them.
-        options: see there.
+        parameters: what process sets begin with; the same on every rank.
+        stall: when stall inspectors speak, the same on every rank; None for no inspectors.
         affinity: the core that the thread is to run on.
     """
 
@@ -74,7 +61,8 @@ class Engine:
         control: Communicator,
         data: Communicator,
         make_transport: Callable[[Communicator, tuple[int, ...]], Transport],
-        options: EngineOptions,
+        parameters: Parameters,
+        stall: StallLimits | None = None,
         *,
         affinity: int | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -90,13 +78,8 @@ class Engine:
             control,
             data,
             make_transport,
-            Parameters(
-                options.fusion_threshold,
-                options.cycle_time,
-                options.cache_capacity,
-                options.transport,
-            ),
-            options.stall,
+            parameters,
+            stall,
             self.counters,
             lambda set_id, announcement: self.agenda.act_on(set_id, announcement),
             clock,

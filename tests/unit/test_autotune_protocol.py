@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hvdlite.autotune import Parameters
-from hvdlite.engine.engine import GLOBAL_SET, Engine, EngineOptions
+from hvdlite.engine.engine import GLOBAL_SET, Engine
 from hvdlite.engine.negotiation import JOIN_KEY
 from hvdlite.engine.requests import Kind, Request
 from hvdlite.settings import Settings
@@ -51,16 +51,13 @@ class Job:
         self.world = FakeWorld(size, random_scheduler(seed))
         self.clock = Clock()
         data = [comm.duplicate() for comm in self.world.communicators]
-        options = EngineOptions(
-            START.fusion_threshold, START.cache_capacity, START.cycle_time, None
-        )
         self.engines = [
             Engine(
                 self.world.communicators[rank],
                 data[rank],
                 # MPI's collectives for some batches and a ring for others, with auto.
                 lambda comm, ranks: make_transport(comm, Settings(small_bytes=64)),
-                options,
+                START,
                 clock=self.clock,
             )
             for rank in range(size)

@@ -9,7 +9,8 @@ import threading
 import numpy as np
 import pytest
 
-from hvdlite.engine.engine import GLOBAL_SET, Engine, EngineOptions
+from hvdlite.autotune import Parameters
+from hvdlite.engine.engine import GLOBAL_SET, Engine
 from hvdlite.engine.requests import Kind, Request
 from hvdlite.engine.stall import StallLimits
 from hvdlite.exceptions import (
@@ -35,14 +36,14 @@ class Job:
         self.tick = tick
         self.order = random.Random(seed)
         self.world = FakeWorld(size, random_scheduler(seed))
-        options = EngineOptions(1 << 20, capacity, 0.001, stall)
         data = [comm.duplicate() for comm in self.world.communicators]
         self.engines = [
             Engine(
                 comm,
                 data[r],
                 lambda comm, ranks: make_transport(comm, Settings()),
-                options,
+                Parameters(1 << 20, 0.001, capacity, "auto"),
+                stall,
                 clock=lambda skew=skews[r] if skews else 0.0: self.now + skew,
             )
             for r, comm in enumerate(self.world.communicators)

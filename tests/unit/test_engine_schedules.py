@@ -15,7 +15,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hvdlite.engine.engine import GLOBAL_SET, Engine, EngineOptions
+from hvdlite.autotune import Parameters
+from hvdlite.engine.engine import GLOBAL_SET, Engine
 from hvdlite.engine.negotiation import JOIN_KEY
 from hvdlite.engine.requests import Kind, Request
 from hvdlite.engine.submissions import Handle
@@ -211,14 +212,14 @@ def run_script(size, sets, ops, stops, capacity, threshold, seed):
     world = FakeWorld(size, random_scheduler(seed))
     data_comms = [comm.duplicate() for comm in world.communicators]
     clock = Clock()
-    options = EngineOptions(threshold, capacity, 0.001, None)
+    parameters = Parameters(threshold, 0.001, capacity, "auto")
     states = [
         Rank(
             Engine(
                 world.communicators[r],
                 data_comms[r],
                 lambda comm, ranks: make_transport(comm, Settings()),
-                options,
+                parameters,
                 clock=clock,
             )
         )
