@@ -28,7 +28,7 @@ from .compression import Compressor, NoneCompressor
 from .compressors import Exchange, GradientCompressor, Part
 from .progress import announce
 from .slots import Slot
-from .tensors import array_of, dtype_of, dtype_of_type, is_lendable, lent_array, tensor_of
+from .tensors import array_of, dtype_of, dtype_of_type, is_lendable, lend, tensor_of
 
 __all__ = ["Bucket", "DiscardedStepError", "Place", "Reduction", "distribute"]
 
@@ -169,7 +169,7 @@ class Bucket:
         self.ready = 0
         self._expected = 0
         for slot in self.slots:
-            slot.lent = None
+            slot.lent = slot.memory = None
 
     def is_complete(self) -> bool:
         """Whether all gradients that this backward pass can bring are there."""
@@ -207,12 +207,13 @@ class Bucket:
         elif gradient is slot.lent and gradient.data_ptr() == slot.lent_at:
             return
         elif self._direct and gradient.data_ptr() == slot.address:
-            slot.lent = None
+            slot.lent = slot.memory = None
             return
         elif self._borrows and self._direct and is_lendable(gradient, slot.view):
             slot.lent, slot.lent_at = gradient, gradient.data_ptr()
+            slot.memory = lend(gradient)
             return
-        slot.lent = None
+        slot.lent = slot.memory = None
         view = slot.view
         if view is None or view.data_ptr() != slot.address:
             # `gradient.data = ...` in user code has moved our view elsewhere.
@@ -241,7 +242,7 @@ class Bucket:
             if dense[-1]:
                 self.take(slot)
             else:
-                slot.lent = None
+                slot.lent = slot.memory = None
         if all(dense) and not after_discard:
             self._flags.copy_(self._usual_flags)
         else:
@@ -255,7 +256,7 @@ class Bucket:
     def discard(self) -> None:
         """Begin a reduction of nothing: the other ranks may be waiting for this bucket."""
         for slot in self.slots:
-            slot.lent = None
+            slot.lent = slot.memory = None
             gradient = slot.parameter.grad
             if gradient is not None and gradient.data_ptr() == slot.address:
                 slot.parameter.grad = None
@@ -276,7 +277,7 @@ class Bucket:
             dtypes = [dtype_of(compressed), dtype_of(self._flags)]
         elif self._borrows:
             arrays = [
-                array if slot.lent is None else lent_array(slot.lent)
+                array if slot.lent is None else slot.memory
                 for slot, array in zip(self.slots, arrays, strict=False)
             ]
             arrays.append(self._arrays[-1])

@@ -78,7 +78,8 @@ def DistributedOptimizer(
     Gradients are reduced in buckets while the backward pass goes on. A parameter's gradient may
     become a view of its bucket, and the next backward pass may overwrite it: `clone()` a
     gradient to keep it. A parameter without a gradient on one rank counts as
-    zero there; without one on any rank it keeps `grad is None`. The closure of `step(closure)`
+    zero there; without one on any rank it keeps `grad is None`. Set `grad` to None between
+    backward and step on all ranks alike, or on none. The closure of `step(closure)`
     is followed by a reduction each time it is evaluated, of the loss that it returns too.
 
     Gradients must be complete before something else reads or changes them: call `synchronize()`

@@ -31,6 +31,7 @@ class Slot:
         recurs: whether its gradient comes in several pieces within a backward pass.
         present: whether it had a gradient when its bucket was submitted.
         lent_at: the address of `lent`.
+        memory: the array that owns the memory of `lent`.
         lent: its gradient, where that is reduced in its own memory and not in the bucket.
         change: what was done to the gradient after backward; nothing as it should be.
     """
@@ -44,6 +45,7 @@ class Slot:
         "change",
         "lent",
         "lent_at",
+        "memory",
         "name",
         "parameter",
         "pass_number",
@@ -67,6 +69,7 @@ class Slot:
         self.present = False
         self.lent: torch.Tensor | None = None
         self.lent_at = 0
+        self.memory: Any = None
         self.change = ""
         self._left: torch.Tensor | None = None
         self._version = self._at = 0
@@ -110,7 +113,7 @@ class Slot:
         """Begin a step: nothing has come yet."""
         self.passes = 0
         self.change = ""
-        self.lent = None
+        self.lent = self.memory = None
         self._left = None
 
 

@@ -22,7 +22,7 @@ __all__ = [
     "dtype_of_type",
     "is_dense",
     "is_lendable",
-    "lent_array",
+    "lend",
     "source_of",
     "tensor_of",
 ]
@@ -140,6 +140,7 @@ def is_lendable(gradient: torch.Tensor, like: torch.Tensor) -> bool:
         and not gradient.requires_grad
         and not gradient.is_complex()  # which may be conjugate
         and not gradient.is_neg()
+        and gradient.numel() > 0
         # One tensor may be the gradient of two parameters, or two be views of one memory. One use
         # is the parameter's, or the tensor's, and the other one is Python's.
         and _uses_of(gradient) == _uses(storage._cdata) == 2
@@ -155,7 +156,7 @@ _uses: Any = getattr(torch._C, "_storage_Use_Count", None)
 
 
 class _Memory:
-    """Makes NumPy see a tensor's memory. Other than `numpy()` it leaves no mark on the tensor."""
+    """Makes NumPy see a tensor's memory, and keeps it."""
 
     def __init__(self, tensor: torch.Tensor, typestr: str) -> None:
         # Not the tensor, which `tensor.data = ...` can give another memory.
@@ -168,13 +169,17 @@ class _Memory:
         }
 
 
-def lent_array(gradient: torch.Tensor) -> Array:
-    """Return the memory of a dense gradient as one flat array, in the order of its addresses."""
-    storage = dtype_of(gradient).storage
-    if not gradient.numel():
-        return np.empty(0, storage)
-    array: Array = np.asarray(_Memory(gradient, storage.str))
-    return array
+def lend(gradient: torch.Tensor) -> Array:
+    """Return the memory of a dense gradient as one flat array, in the order of its addresses.
+
+    From then on the memory belongs to that array, and the tensor refers to it: whoever resizes
+    the tensor gets an error, and whoever moves it, as `share_memory_()` does, leaves the memory
+    where others may still write to it.
+    """
+    memory: Array = np.asarray(_Memory(gradient, dtype_of(gradient).storage.str))
+    flat = tensor_of(memory, gradient.dtype)
+    gradient.data = flat.as_strided(gradient.shape, gradient.stride())
+    return memory
 
 
 def tensor_of(array: Array, dtype: torch.dtype) -> torch.Tensor:

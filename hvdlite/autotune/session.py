@@ -86,8 +86,8 @@ class Session:
             self._thread.join(_GOODBYE)
         best, times = self._tuner.best()
         self._finish(
-            f"autotune was still at work when the job ended; after {self._tuner.samples} samples "
-            f"the best was, with {times:.2f} times the speed of the start: {best}"
+            "autotune was still at work when the job ended, and its best is not compared with the "
+            f"start yet: {times:.2f} times the speed in {self._tuner.samples} sample(s) of {best}"
         )
 
     def _finish(self, text: str) -> None:

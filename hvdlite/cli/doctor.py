@@ -209,7 +209,9 @@ def self_test_check(before: Sequence[Check], mpirun: str | None = None) -> Check
             "Very slow: is the machine busy, or are ranks bound to one core?",
             data,
         )
-    if not data["direct"] and os.environ.get("HVDLITE_TRANSPORT", "auto") == "auto":
+    if data["direct"]:
+        text += "; ranks reach each other's memory"
+    elif not {"HVDLITE_TRANSPORT", "HVDLITE_PEER_MEMORY"} & set(os.environ):
         text += "; ranks cannot reach each other's memory, so large arrays take two copies more"
         hint = "In a container, the capability SYS_PTRACE permits it."
         return Check("self-test", "note", text, hint, data)

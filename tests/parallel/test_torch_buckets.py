@@ -350,3 +350,35 @@ def test_a_gradient_that_was_moved_is_refused_and_its_neighbours_are_safe(hvd, w
         with pytest.raises(RuntimeError, match="moved"):
             optimizer.step()
         assert torch.equal(around[1::2], torch.arange(1.0, 60.0, 2.0))
+
+
+@pytest.mark.np(2, 4)
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda gradient: gradient.share_memory_(), "replaced"),
+        (lambda gradient: gradient.resize_(10**6), "not resizable"),
+        (lambda gradient: gradient.untyped_storage().resize_(0), "not resizable"),
+    ],
+    ids=["moved", "grown", "freed"],
+)
+def test_memory_stays_while_others_may_use_it(hvd, world, change, problem):
+    weights = [torch.nn.Parameter(torch.zeros(5000)) for _ in range(3)]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(weights, lr=1.0), op=hvd.Sum)
+    total = float(sum(world.ranks) + world.size)
+    for step in range(4):
+        optimizer.zero_grad()
+        sum(weight.sum() * (world.rank + 1) for weight in weights).backward()
+        if step >= 2 and world.rank == 0:
+            with pytest.raises(RuntimeError, match=problem):
+                change(weights[1].grad)
+                # What the heap hands out now must not be what the other ranks write to.
+                torch.full((5000,), 7.0)
+                optimizer.synchronize()
+            if problem == "not resizable":
+                optimizer.synchronize()
+        else:
+            optimizer.synchronize()
+        if step < 2 or world.rank:
+            for weight in weights:
+                assert torch.equal(weight.grad, torch.full((5000,), total))
