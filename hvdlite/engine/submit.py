@@ -123,16 +123,17 @@ def resubmit_allreduce(
     Returns:
         A handle; None if there was none like it, or something has to be checked or converted.
     """
-    key = BY_NUMPY.get(array.dtype), array.shape, op, prescale, postscale, False
-    request = _requests.get(key)
     if (
-        request is None
         # What compares equal may still be refused: True is no number.
-        or type(prescale) is not float
+        type(prescale) is not float
         or type(postscale) is not float
         or type(array) is not np.ndarray
         or not output.flags.writeable
     ):
+        return None
+    key = BY_NUMPY.get(array.dtype), array.shape, op, prescale, postscale, False
+    request = _requests.get(key)
+    if request is None:
         return None
     return _submit(process_set, request, name, [array], [output], output)
 
