@@ -135,7 +135,7 @@ class Bucket:
             count + 1, sent, reduction.process_set
         )
         buffer = allocate_buffer(nbytes, reduction.process_set, zeroed=not self._borrows)
-        array = buffer.view(dtype_of(torch.empty(0, dtype=dtype)).storage)
+        array = buffer.view(dtype_of_type(dtype).storage)
         self._flat = tensor_of(array, dtype)
         self._gradients = self._flat[:end]
         self._flags = self._flat[end:]

@@ -45,12 +45,12 @@ class Session:
         clock: Callable[[], float],
         log: TextIO | None = None,
     ) -> None:
-        self.meter = Meter(steps_per_sample, self._take, clock)
+        self._scores: queue.SimpleQueue[float | None] = queue.SimpleQueue()
+        self.meter = Meter(steps_per_sample, self._scores.put, clock)
         self._tuner = tuner
         self._warmup_samples = warmup_samples
         self._log = log
         self._propose: Callable[[Parameters, bool], object] = lambda *_: None
-        self._scores: queue.SimpleQueue[float | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="hvdlite-autotune", daemon=True)
         self._over = False
 
@@ -95,9 +95,6 @@ class Session:
         if self._log is not None:
             self._log.close()
             self._log = None
-
-    def _take(self, score: float) -> None:
-        self._scores.put(score)
 
     def _run(self) -> None:
         try:

@@ -158,7 +158,7 @@ class Tuner:
         for number in range(self._most_samples - len(switches) - repeats - checks):
             yield self._explore(number)
         for switch in switches:
-            yield switch(self._leader())
+            yield self._leader()._replace(**switch)
         for _ in range(repeats):
             yield self._leader(_DOUBT)
 
@@ -172,10 +172,10 @@ class Tuner:
         changed = sum(one != other for one, other in zip(mine, usual, strict=True))
         return _mean(self._logs[parameters]) - changed * _SWITCH_GAIN
 
-    def _switches(self) -> list[_Switch]:
-        switches = [_Switch(transport=name) for name in self._transports]
+    def _switches(self) -> list[dict[str, Any]]:
+        """Return the changes of parameters that have few values."""
         other = 0 if self.start.cache_capacity else _USUAL_CAPACITY
-        return [*switches, _Switch(cache_capacity=other)]
+        return [*({"transport": name} for name in self._transports), {"cache_capacity": other}]
 
     # -- thresholds and cycle times -----------------------------------------------------
 
@@ -247,20 +247,6 @@ class Tuner:
             fusion_threshold=_rounded(2 ** (least + threshold * (most - least))),
             cycle_time=float(f"{seconds:.2g}"),
         )
-
-
-class _Switch:
-    """Changes a parameter that has few values."""
-
-    def __init__(self, transport: str | None = None, cache_capacity: int | None = None) -> None:
-        self._transport = transport
-        self._cache_capacity = cache_capacity
-
-    def __call__(self, base: Parameters) -> Parameters:
-        if self._transport is not None:
-            return base._replace(transport=self._transport)
-        assert self._cache_capacity is not None
-        return base._replace(cache_capacity=self._cache_capacity)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -48,8 +48,8 @@ class Lane:
     """What one operation at a time uses: barriers, slots, and a card that each rank shows.
 
     The card says where the rank's buffer lies: the offset in its segment, or else the negative
-    address. Each rank has two and uses them
-    in turn: it may begin an operation before others have read its card of the one before.
+    address. Each rank has two and uses them in turn: it may begin an operation before others have
+    read its card of the one before.
 
     Args:
         comm: carries the barriers and nothing else.
