@@ -351,7 +351,7 @@ def test_several_threads_submit_at_once(hvd, world):
         except BaseException as error:  # reported by the main thread
             wrong.append(error)
 
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+    threads = [threading.Thread(target=work, args=(index,), daemon=True) for index in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -377,7 +377,7 @@ def test_barrier_holds_until_the_last(hvd, world, comm):
 
     last = world.size - 1
     if world.rank != last:
-        thread = threading.Thread(target=go)
+        thread = threading.Thread(target=go, daemon=True)
         thread.start()
         comm.barrier()
         assert not passed.is_set()

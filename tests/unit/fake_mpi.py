@@ -1,7 +1,9 @@
-"""Up to eight ranks in one thread: an in-memory `Communicator` that delays what MPI may delay.
+"""Up to eight ranks in one process: an in-memory `Communicator` that delays what MPI may delay.
 
-A test steps the ranks one after the other. Whatever MPI leaves open, a scheduler decides: it is
-a callable that gets the name of an event and answers yes or no.
+A test steps the ranks one after the other, or gives each a thread of its own where the code under
+test blocks; collectives and `Test` are safe then, messages from point to point are not. Whatever
+MPI leaves open, a scheduler decides: it is a callable that gets the name of an event and answers
+yes or no.
 
 - "complete": may this request, which could complete, do so in this `Test`, or this message be
   seen by this `probe`? None is refused more than `patience` times, so every delay is finite.
@@ -15,6 +17,7 @@ must come in the same order with the same sizes on every rank.
 from __future__ import annotations
 
 import random
+import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -90,15 +93,16 @@ class _Request:
         self._refused = 0
 
     def Test(self) -> bool:
-        if self.completed:
+        with self.world.lock:
+            if self.completed:
+                return True
+            if self.rank in self.world.dropped or not self._ready():
+                return False
+            if not self._granted():
+                return False
+            self.completed = True
+            self._complete()
             return True
-        if self.rank in self.world.dropped or not self._ready():
-            return False
-        if not self._granted():
-            return False
-        self.completed = True
-        self._complete()
-        return True
 
     def _granted(self) -> bool:
         # A postponed completion is a change all the same: nobody is stuck.
@@ -226,8 +230,20 @@ class _Group:
             send.receive, receive.send = receive, send
             self.world.moves += 1
 
-    def arrive(self, rank: int, signature: tuple[Any, ...]) -> _Call:
-        """Take part in the next collective of this rank, which must be everybody's."""
+    def arrive(
+        self, rank: int, signature: tuple[Any, ...], members: Sequence[int] | None = None
+    ) -> _Call:
+        """Take part in the next collective of this rank, which must be everybody's.
+
+        Its result is a new group of `members`, if there are any.
+        """
+        with self.world.lock:
+            call = self._arrive(rank, signature)
+            if members is not None and call.result is None:
+                call.result = _Group(self.world, members)
+            return call
+
+    def _arrive(self, rank: int, signature: tuple[Any, ...]) -> _Call:
         self.check(rank)
         at = self.called[rank]
         self.called[rank] += 1
@@ -396,18 +412,15 @@ class FakeCommunicator:
     # -- groups --
 
     def duplicate(self) -> FakeCommunicator:
-        call = self._group.arrive(self._rank, ("duplicate",))
-        if call.result is None:
-            call.result = _Group(self.world, self._group.members)
+        call = self._group.arrive(self._rank, ("duplicate",), self._group.members)
         return FakeCommunicator(call.result, self._rank)
 
     def subset(self, ranks: Sequence[int]) -> FakeCommunicator | None:
         members = list(ranks)
         if len(set(members)) != len(members) or not all(0 <= r < self.size for r in members):
             raise ValueError(f"ranks {members} are not distinct ranks below {self.size}")
-        call = self._group.arrive(self._rank, ("subset", *members))
-        if call.result is None:
-            call.result = _Group(self.world, [self._name(rank) for rank in members])
+        names = [self._name(rank) for rank in members]
+        call = self._group.arrive(self._rank, ("subset", *members), names)
         if self._rank not in members:
             return None
         return FakeCommunicator(call.result, members.index(self._rank))
@@ -431,6 +444,7 @@ class FakeWorld:
         self.patience = patience
         self.dropped: set[int] = set()
         self.groups: list[_Group] = []
+        self.lock = threading.RLock()
         self.moves = 0
         """Counts everything that happens, so that standstill can be seen."""
         group = _Group(self, range(size))

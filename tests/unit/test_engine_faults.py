@@ -334,7 +334,7 @@ def test_a_result_that_cannot_be_converted_is_an_error_for_all_who_wait(monkeypa
             outcomes.append(str(error))
 
     outcomes = []
-    thread = threading.Thread(target=wait)
+    thread = threading.Thread(target=wait, daemon=True)
     monkeypatch.setattr("hvdlite.engine.submissions._converting", Watched())
     handles[0].convert = broken
     wait()

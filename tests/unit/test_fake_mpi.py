@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import sys
+import threading
 
 import numpy as np
 import pytest
@@ -284,3 +287,31 @@ def test_drive_returns_results_and_sees_standstill():
     assert drive(world, started, random.Random(0)) == [["00", "01", "02"], ["10", "11", "12"]]
     with pytest.raises(Stuck, match="rank 0 waits"):
         drive(world, [[barrier(world.communicators[0], 0)], []])
+
+
+def test_collectives_of_ranks_that_are_threads():
+    world = FakeWorld(4)
+    sums = [[], [], [], []]
+
+    def work(comm):
+        for _ in range(100):
+            (pair,) = filter(None, [comm.subset([0, 1]), comm.subset([2, 3])])
+            mine, all_of_them = np.array([comm.rank]), np.empty(pair.size, np.int64)
+            request = pair.iallgather(mine, all_of_them)
+            while not request.Test():
+                os.sched_yield()
+            sums[comm.rank].append(int(all_of_them.sum()))
+
+    threads = [
+        threading.Thread(target=work, args=(comm,), daemon=True) for comm in world.communicators
+    ]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+    finally:
+        sys.setswitchinterval(before)
+    assert sums == [[1] * 100, [1] * 100, [5] * 100, [5] * 100]

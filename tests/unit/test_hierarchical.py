@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -280,8 +281,6 @@ def test_a_host_without_shared_memory_is_known_to_all(seed, monkeypatch):
     ],
 )
 def test_the_choice_follows_from_the_hosts(hosts, transport, kind, caplog):
-    import threading
-
     # make_transport blocks, so every rank needs a thread.
     world = FakeWorld(len(hosts))
     chosen = SimpleNamespace(
@@ -292,7 +291,9 @@ def test_the_choice_follows_from_the_hosts(hosts, transport, kind, caplog):
     def choose(rank):
         made[rank] = make_transport(world.communicators[rank], chosen, hosts=list(hosts))
 
-    threads = [threading.Thread(target=choose, args=(rank,)) for rank in range(len(hosts))]
+    threads = [
+        threading.Thread(target=choose, args=(rank,), daemon=True) for rank in range(len(hosts))
+    ]
     with caplog.at_level(logging.WARNING):
         for thread in threads:
             thread.start()

@@ -54,7 +54,7 @@ def test_threads_lose_no_count():
         for _ in range(2000):
             recorder.note("wait", "t", 0.0, 1.0, 7)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
