@@ -13,6 +13,7 @@ from ..timeline.recorder import Span
 from ..transport import kernels
 from ..transport.adasum import Adasum
 from ..transport.base import Finish, Operation, Scattered, Staging, Transport, staged
+from ..transport.places import Places
 from ..transport.types import Array, DType, ReduceOp
 from .fusion import Batch, FusionBuffers, sent_bytes
 from .packing import cast_staging, in_place, in_places, neutral, pack, starts, typed, unpack
@@ -125,20 +126,19 @@ class Executor:
         dtype, request = batch.dtype, batch.request
         scratch = None
         with self._packing(batch):
-            parts = in_places(batch)
-            if parts is not None:
-                parts = [part for part in parts if len(part)]
-            if parts is None or not scattered.reaches(parts):
+            places = in_places(batch)
+            if places is None or not scattered.reaches(places):
                 scratch = self.buffers.acquire(batch.nbytes)
                 buffer = typed(scratch, batch.nbytes, dtype)
                 pack(batch, buffer)
-                parts = [part for part in np.split(buffer, starts(batch)) if len(part)]
-            for part in parts:
+                parts = np.split(buffer, starts(batch))
+                places = Places.of([part for part in parts if len(part)])
+            for part in places.arrays:
                 self._before(part, dtype, request)
         with self._moving(batch):
             finish = self._after(dtype, request)
             op = _transport_op(request.op)
-            yield from scattered.allreduce(parts, dtype, op, finish, tag)
+            yield from scattered.allreduce(places, dtype, op, finish, tag)
         if scratch is not None:
             with self._unpacking(batch):
                 unpack(batch, buffer)

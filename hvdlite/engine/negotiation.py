@@ -11,8 +11,9 @@ while any rank has joined everything is news.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -205,8 +206,9 @@ class Negotiator:
         if not self.joined and JOIN_KEY not in self.pending:
             self._fill_window(words)
         if width:
-            words[bits : bits + width] = _words(self._ready_slots, width)
-            words[bits + width :] = np.invert(_words(self._conflicts, width))
+            _set(words[bits : bits + width], self._ready_slots)
+            _set(words[bits + width :], self._conflicts)
+            np.invert(words[bits + width :], out=words[bits + width :])
         return words
 
     def _bits_from(self) -> int:
@@ -344,15 +346,33 @@ class Negotiator:
             self.add(entry)
 
 
-def _words(bits: Iterable[int], width: int) -> Array:
-    """Return words in which these bits are set."""
-    each = np.zeros(width * 64, dtype=np.uint8)
-    each[[*bits]] = 1
-    return np.packbits(each, bitorder="little").view("<u8")
+_FEW = 16
+"""Up to so many bits, Python is faster than NumPy."""
+
+
+def _set(words: Array, bits: Collection[int]) -> None:
+    """Set bits of words that are zero."""
+    if len(bits) > _FEW:
+        each = np.zeros(len(words) * 64, dtype=np.uint8)
+        each[[*bits]] = 1
+        words[...] = np.packbits(each, bitorder="little").view("<u8")
+        return
+    plain: Any = words
+    fast = memoryview(plain)
+    for bit in bits:
+        fast[bit // 64] |= 1 << bit % 64
 
 
 def _set_bits(words: Array) -> list[int]:
     """Return which bits are set."""
+    values: list[int] = words.tolist()
+    if sum(value.bit_count() for value in values) <= _FEW:
+        few = []
+        for number, value in enumerate(values):
+            while value:
+                few.append(64 * number + (value & -value).bit_length() - 1)
+                value &= value - 1
+        return few
     each = np.unpackbits(words.astype("<u8", copy=False).view(np.uint8), bitorder="little")
     found: list[int] = each.nonzero()[0].tolist()
     return found

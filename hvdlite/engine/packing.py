@@ -13,7 +13,7 @@ import numpy as np
 
 from ..transport import kernels
 from ..transport.base import Staging
-from ..transport.shared_segment import address_of
+from ..transport.places import Places
 from ..transport.types import Array, DType, ReduceOp
 from .fusion import Batch
 from .requests import Piece
@@ -70,31 +70,28 @@ def in_place(
     return buffer, Staging(load)
 
 
-def in_places(batch: Batch) -> list[Array] | None:
-    """Return the caller's own outputs, flat and holding the inputs, if all can be reduced there."""
+def in_places(batch: Batch) -> Places | None:
+    """Return the caller's own outputs, flat and holding the inputs, if all can be reduced there.
+
+    Those that are empty are left out.
+    """
     buffers = []
     pairs = list(zip(batch.pieces, batch.entries, strict=True))
     for piece, entry in pairs:
         out = _own_output(piece, entry, batch.dtype)
         if out is None:
             return None
-        buffers.append(out.reshape(-1))
-    if _overlap(buffers):
+        if out.size:
+            buffers.append(out.reshape(-1))
+    places = Places.of(buffers)
+    if places.overlap():
         return None
     for piece, entry in pairs:
         assert entry is not None
         out, source = entry.outputs[piece.index], entry.inputs[piece.index]
         if out is not source and out is not None:
             np.copyto(out, source)
-    return buffers
-
-
-def _overlap(buffers: list[Array]) -> bool:
-    """Return whether any two share memory: what is reduced there would be reduced twice."""
-    starts = np.array([address_of(buffer) for buffer in buffers if len(buffer)])
-    stops = starts + np.array([buffer.nbytes for buffer in buffers if len(buffer)])
-    order = starts.argsort()
-    return bool((starts[order[1:]] < stops[order[:-1]]).any())
+    return places
 
 
 def starts(batch: Batch) -> Array:

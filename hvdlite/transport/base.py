@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, TypeVar
 
+from .places import Places
 from .types import Array, DType, ReduceOp
 
 __all__ = [
@@ -139,14 +140,14 @@ class Scattered(Protocol):
         """Return whether so many arrays of so many bytes together should not be packed."""
         ...
 
-    def reaches(self, parts: Sequence[Array]) -> bool:
-        """Return whether `allreduce` can work on these arrays of this rank. None is empty."""
+    def reaches(self, places: Places) -> bool:
+        """Return whether `allreduce` can work on these arrays of this rank."""
         ...
 
     def allreduce(
-        self, parts: Sequence[Array], dtype: DType, op: ReduceOp, finish: Finish | None, tag: int
+        self, places: Places, dtype: DType, op: ReduceOp, finish: Finish | None, tag: int
     ) -> Operation[None]:
-        """Reduce flat arrays in place, as `Transport.allreduce` does one. None is empty."""
+        """Reduce arrays in place, as `Transport.allreduce` does one."""
         ...
 
 

@@ -53,12 +53,14 @@ _TORCH_BLOCK = 32704
 """From 32768 elements on, torch would start threads that take the cores from other ranks."""
 
 
-def combiner(dtype: DType, op: ReduceOp) -> Combine:
+def combiner(dtype: DType, op: ReduceOp, *, quiet: bool = True) -> Combine:
     """Return the function that combines one contribution into another one.
 
     Args:
         dtype: the elements of both arrays.
         op: Sum, Product, Min or Max. For bool, Sum and Max are "or", Product and Min "and".
+        quiet: whether it silences NumPy's warnings. That takes as long as to combine some
+            kilobytes, so a caller that does it often may do it once instead.
 
     Returns:
         A function of two flat arrays of equal length; the result is left in the first. Min
@@ -78,10 +80,13 @@ def combiner(dtype: DType, op: ReduceOp) -> Combine:
     ufunc: Any = (_BOOL_UFUNCS if dtype is DType.BOOL else _UFUNCS)[op]
 
     def combine(into: Array, other: Array) -> None:
+        ufunc(into, other, out=into)
+
+    def combine_quietly(into: Array, other: Array) -> None:
         with np.errstate(all="ignore"):
             ufunc(into, other, out=into)
 
-    return combine
+    return combine_quietly if quiet else combine
 
 
 def scale(array: Array, dtype: DType, factor: float) -> None:

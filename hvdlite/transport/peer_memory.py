@@ -12,12 +12,13 @@ import ctypes
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
 from .base import Communicator, Operation
-from .shared_segment import SegmentUnavailableError, SharedSegments, address_of, agree
+from .places import Places, address_of
+from .shared_segment import SegmentUnavailableError, SharedSegments, agree
 from .types import Array
 
 __all__ = ["Buffers", "Load", "PeerMemory", "reach_peers"]
@@ -48,6 +49,12 @@ class PeerMemory:
         self._pids = list(pids)
         self._rank = rank
         self._here, self._there = (np.empty((1, 2), dtype=np.int64) for _ in range(2))
+        self._here_at, self._there_at = address_of(self._here), address_of(self._there)
+        # Two bytes for the answer, and the descriptions of these and of one byte twice.
+        probe: Any = np.zeros(8, dtype=np.int64)
+        self._probe_at = address_of(probe)
+        probe[:6] = self._probe_at + 56, 2, 0, 1, 0, 1
+        self._probe_words = memoryview(probe)
         pointer, number = ctypes.c_void_p, ctypes.c_ulong
         kinds: list[Any] = [ctypes.c_int, pointer, number, pointer, number, number]
         try:
@@ -64,76 +71,82 @@ class PeerMemory:
         Raises:
             OSError: that rank's process is gone, or has nothing there.
         """
-        self._copy_whole(self._read, rank, address, into)
+        self._copy_whole(self.gather, rank, address, into)
 
     def write(self, rank: int, address: int, source: Array) -> None:
         """Write an array's contents into another rank's memory. Raises as `read` does."""
-        self._copy_whole(self._write, rank, address, source)
+        self._copy_whole(self.scatter, rank, address, source)
 
-    def gather(self, rank: int, there: Array, into: Array) -> None:
-        """Fill an array with what is in several places of another rank's memory.
-
-        Args:
-            there: (places, 2) of int64: address and bytes of each; at most 1024.
-            into: of as many bytes.
-
-        Raises:
-            OSError: as `read` does.
-        """
-        self._copy(self._read, rank, self._whole(into), there, into.nbytes)
-
-    def scatter(self, rank: int, here: Array, there: Array, nbytes: int) -> None:
-        """Write what is in several places to as many of another rank.
+    def gather(self, rank: int, here: int, there: int, count: int, nbytes: int) -> None:
+        """Fill a place with what is in several places of another rank's memory.
 
         Args:
-            here: as `there` is for `gather`.
-            there: likewise, of equal lengths.
+            rank: that rank.
+            here: where a place in this process is described, by its address and its bytes (two
+                words of 64 bits).
+            there: where `count` places are, one description after the other; at most 1024.
+            count: places of the other rank.
             nbytes: of all of them.
 
         Raises:
             OSError: as `read` does.
         """
-        self._copy(self._write, rank, here, there, nbytes)
+        moved = self._read(self._pids[rank], here, 1, there, count, 0)
+        if moved != nbytes:
+            self._refuse(rank, moved, nbytes)
 
-    def reaches_own(self, arrays: Sequence[Array]) -> bool:
-        """Return whether the kernel can reach these arrays of this rank, none of them empty.
+    def scatter(self, rank: int, here: int, there: int, count: int, nbytes: int) -> None:
+        """Write what is in several places to as many of another rank's memory.
+
+        Args and Raises are those of `gather`, but that `here` describes `count` places too.
+        """
+        moved = self._write(self._pids[rank], here, count, there, count, 0)
+        if moved != nbytes:
+            self._refuse(rank, moved, nbytes)
+
+    def reaches_own(self, places: Places) -> bool:
+        """Return whether the kernel can reach these places of this rank.
 
         It cannot where a device driver has made the mapping.
         """
-        ends = [address_of(array) + offset for array in arrays for offset in (0, array.nbytes - 1)]
+        if len(places.arrays) == 1:
+            return self.reaches_one(int(places.starts[0]), places.arrays[0].nbytes)
+        ends = np.concatenate((places.starts, places.stops() - 1))
         scratch = np.empty(min(len(ends), _MOST_PLACES), dtype=np.uint8)
         for first in range(0, len(ends), _MOST_PLACES):
-            there = np.ones((len(ends[first : first + _MOST_PLACES]), 2), dtype=np.int64)
-            there[:, 0] = ends[first : first + _MOST_PLACES]
+            some = ends[first : first + _MOST_PLACES]
+            there = np.ones((len(some), 2), dtype=np.int64)
+            there[:, 0] = some
+            self._here[0] = address_of(scratch), len(some)
             try:
-                self.gather(self._rank, there, scratch[: len(there)])
+                self.gather(self._rank, self._here_at, address_of(there), len(some), len(some))
             except OSError:
                 return False
         return True
 
-    def _copy_whole(self, function: Any, rank: int, address: int, array: Array) -> None:
+    def reaches_one(self, address: int, nbytes: int) -> bool:
+        """Return whether the kernel can reach one place of this rank, as `reaches_own` does."""
+        words, at = self._probe_words, self._probe_at
+        words[2], words[4] = address, address + nbytes - 1
+        return bool(self._read(self._pids[self._rank], at, 1, at + 16, 2, 0) == 2)
+
+    def _copy_whole(self, copy: Callable[..., None], rank: int, address: int, array: Array) -> None:
         # One call copies a little less than 2 GiB.
         flat = array.view(np.uint8)
         for start in range(0, len(flat), _MOST_BYTES):
             part = flat[start : start + _MOST_BYTES]
+            self._here[0] = address_of(part), len(part)
             self._there[0] = address + start, len(part)
-            self._copy(function, rank, self._whole(part), self._there, len(part))
+            copy(rank, self._here_at, self._there_at, 1, len(part))
 
-    def _whole(self, array: Array) -> Array:
-        self._here[0] = address_of(array), array.nbytes
-        return self._here
-
-    def _copy(self, function: Any, rank: int, here: Array, there: Array, nbytes: int) -> None:
-        pid = self._pids[rank]
-        moved = function(pid, address_of(here), len(here), address_of(there), len(there), 0)
-        if moved != nbytes:
-            code = ctypes.get_errno() if moved < 0 else 0
-            reason = os.strerror(code) if code else f"{moved} of {nbytes} bytes were copied"
-            raise OSError(
-                code,
-                f"cannot reach the memory of rank {rank} on this host (process {pid}), "
-                f"which may have ended, or no longer permits it: {reason}",
-            )
+    def _refuse(self, rank: int, moved: int, nbytes: int) -> NoReturn:
+        code = ctypes.get_errno() if moved < 0 else 0
+        reason = os.strerror(code) if code else f"{moved} of {nbytes} bytes were copied"
+        raise OSError(
+            code,
+            f"cannot reach the memory of rank {rank} on this host (process {self._pids[rank]}), "
+            f"which may have ended, or no longer permits it: {reason}",
+        )
 
 
 class Buffers:
@@ -155,9 +168,10 @@ class Buffers:
     ) -> None:
         self._peers = peers
         self._itemsize = buffer.itemsize
-        self._shown = shown
+        self.shown = shown
         self.are_far = min(shown) < 0
         """Whether one of them at least is in no segment."""
+        self.all_far = max(shown) < 0
         self._views = [
             None if place < 0 else segments.view(rank, place, buffer.nbytes).view(buffer.dtype)
             for rank, place in enumerate(shown)
@@ -175,7 +189,7 @@ class Buffers:
             if view is not None:
                 return view[start : start + count]
             copy = scratch[:count]
-            self._reach().read(rank, start * self._itemsize - self._shown[rank], copy)
+            self._reach().read(rank, start * self._itemsize - self.shown[rank], copy)
             return copy
 
         return load
@@ -192,7 +206,7 @@ class Buffers:
         if view is not None:
             view[start : start + len(source)] = source
         else:
-            self._reach().write(rank, start * self._itemsize - self._shown[rank], source)
+            self._reach().write(rank, start * self._itemsize - self.shown[rank], source)
 
     def _reach(self) -> PeerMemory:
         assert self._peers is not None

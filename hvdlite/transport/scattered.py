@@ -17,10 +17,11 @@ import numpy as np
 from . import kernels
 from .base import Finish, Operation
 from .peer_memory import PeerMemory
+from .places import Places, address_of
 from .rank_order import combine_in_order
 from .ring import even_counts
 from .shared_lanes import Lane
-from .shared_segment import SharedSegments, address_of
+from .shared_segment import SharedSegments
 from .types import Array, DType, ReduceOp
 
 __all__ = ["ScatteredReductions"]
@@ -40,24 +41,31 @@ class _Block:
 
     spans: tuple[tuple[int, int, int, int], ...]
     """For each part that is concerned: its number, first element and end, place in the block."""
-    parts: Array
-    """The numbers of the parts."""
-    offsets: Array
-    """(places, 2): for each part, the first byte in it and how many."""
-    count: int
-    """Elements."""
+    first: int
+    """Which place of the share is the first one of these."""
     nbytes: int
 
-    def places(self, addresses: Array) -> Array:
-        """Return where the elements lie, as the kernel wants to be told."""
-        found: Any = self.offsets.copy()
-        found[:, 0] += addresses[self.parts]
-        places: Array = found
-        return places
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Share:
+    """What one rank reduces."""
+
+    blocks: tuple[_Block, ...]
+    parts: Array
+    """For each place, the number of the part that it belongs to."""
+    places: Array
+    """(places, 2): the first byte in that part, and how many."""
+
+    def located(self, starts: Array) -> Array:
+        """Return the places as the kernel wants them, given where each part begins."""
+        found: Any = self.places.copy()
+        found[:, 0] += starts[self.parts]
+        located: Array = found
+        return located
 
 
-@functools.lru_cache(maxsize=256)
-def _blocks(lengths: tuple[int, ...], size: int, rank: int, itemsize: int) -> list[_Block]:
+@functools.lru_cache(maxsize=64)
+def _share(lengths: tuple[int, ...], size: int, rank: int, itemsize: int) -> _Share:
     """Divide a rank's share of the whole into blocks.
 
     Args:
@@ -71,16 +79,17 @@ def _blocks(lengths: tuple[int, ...], size: int, rank: int, itemsize: int) -> li
     stop = start + counts[rank]
     most = BLOCK_BYTES // itemsize
     blocks: list[_Block] = []
+    places: list[tuple[int, int, int]] = []
     spans: list[tuple[int, int, int, int]] = []
     filled = 0
 
     def close() -> None:
         nonlocal filled
         if spans:
-            parts = np.array([span[0] for span in spans])
-            offsets = [(start * itemsize, (end - start) * itemsize) for _, start, end, _ in spans]
-            table = np.array(offsets, dtype=np.int64)
-            blocks.append(_Block(tuple(spans), parts, table, filled, filled * itemsize))
+            blocks.append(_Block(tuple(spans), len(places), filled * itemsize))
+            places.extend(
+                (part, first * itemsize, (end - first) * itemsize) for part, first, end, _ in spans
+            )
         spans.clear()
         filled = 0
 
@@ -96,7 +105,8 @@ def _blocks(lengths: tuple[int, ...], size: int, rank: int, itemsize: int) -> li
                 close()
         at += length
     close()
-    return blocks
+    table: Any = np.array(places, dtype=np.int64).reshape(len(places), 3)
+    return _Share(tuple(blocks), table[:, 0].copy(), table[:, 1:].copy())
 
 
 class ScatteredReductions:
@@ -107,6 +117,7 @@ class ScatteredReductions:
         size: the number of ranks.
         segments: where the ranks show each other the addresses of their arrays.
         peers: how to reach these.
+        scratch: two blocks of BLOCK_BYTES.
         enter: waits for a lane, which has to be left.
     """
 
@@ -116,6 +127,7 @@ class ScatteredReductions:
         size: int,
         segments: SharedSegments,
         peers: PeerMemory,
+        scratch: Array,
         enter: Callable[[], Operation[Lane]],
     ) -> None:
         self._rank = rank
@@ -125,43 +137,45 @@ class ScatteredReductions:
         self._peers = peers
         self._enter = enter
         self._tables: dict[int, Array] = {}
-        self._scratch = np.empty((2, BLOCK_BYTES), dtype=np.uint8)
+        self._scratch = scratch
+        # A description of each block, and a way to write numbers that is faster than arrays.
+        into: Any = np.array([[address_of(block), 0] for block in scratch], dtype=np.int64)
+        self._into = [address_of(row) for row in into]
+        self._into_words = memoryview(into.reshape(-1))
 
     def pays(self, count: int, nbytes: int) -> bool:
         """Return whether so many arrays of so many bytes together should not be packed."""
         return nbytes >= max(LEAST_BYTES, count * PART_BYTES)
 
-    def reaches(self, parts: Sequence[Array]) -> bool:
-        """Return whether `allreduce` can work on these arrays of this rank. None is empty."""
-        return self._peers.reaches_own(parts)
+    def reaches(self, places: Places) -> bool:
+        """Return whether `allreduce` can work on these arrays of this rank."""
+        return self._peers.reaches_own(places)
 
     def allreduce(
-        self, parts: Sequence[Array], dtype: DType, op: ReduceOp, finish: Finish | None, tag: int
+        self, places: Places, dtype: DType, op: ReduceOp, finish: Finish | None, tag: int
     ) -> Operation[None]:
         """Reduce arrays in place; every rank ends with bit-identical contents.
 
         Args:
-            parts: flat arrays, of the same lengths on all ranks; none is empty.
+            places: arrays of the same lengths on all ranks.
             dtype: their element type.
             op: how to combine.
             finish: called with reduced elements, once with each, on one rank.
             tag: see `Transport`.
         """
-        combine = kernels.combiner(dtype, op)
         lane = yield from self._enter()
-        table = self._table(lane, len(parts))
-        table[:] = [address_of(part) for part in parts]
+        table = self._table(lane, len(places.arrays))
+        table[:] = places.starts
         place = self._segments.offset_of(table)
         lane.show(place if place >= 0 else -address_of(table))
         yield lane.meet()
         shown = lane.shown()
-        addresses = {
-            other: self._addresses(other, shown[other], len(parts)) for other in self._others
-        }
-        addresses[self._rank] = table
-        lengths = tuple(len(part) for part in parts)
-        for block in _blocks(lengths, self._size, self._rank, dtype.itemsize):
-            self._reduce(block, parts, addresses, combine, finish)
+        starts = [
+            places.starts if rank == self._rank else self._starts(rank, place, len(table))
+            for rank, place in enumerate(shown)
+        ]
+        combine = kernels.combiner(dtype, op, quiet=False)
+        self.reduce(places.arrays, starts, combine, finish)
         yield lane.meet()
         lane.leave()
 
@@ -174,41 +188,58 @@ class ScatteredReductions:
             self._tables[id(lane)] = table
         return table[:count]
 
-    def _addresses(self, rank: int, place: int, count: int) -> Array:
+    def _starts(self, rank: int, place: int, count: int) -> Array:
         if place >= 0:
             return self._segments.view(rank, place, 8 * count).view(np.int64)
         table = np.empty(count, dtype=np.int64)
         self._peers.read(rank, -place, table)
         return table
 
-    def _reduce(
+    def reduce(
         self,
-        block: _Block,
-        parts: Sequence[Array],
-        addresses: dict[int, Array],
+        arrays: Sequence[Array],
+        starts: Sequence[Array],
         combine: kernels.Combine,
         finish: Finish | None,
     ) -> None:
-        """Combine everybody's elements in the order of the ranks, and give them to all."""
-        scratch: Any = self._scratch.view(parts[0].dtype)
-        own = [
-            (parts[part][start:stop], at, at + stop - start)
-            for part, start, stop, at in block.spans
-        ]
+        """Combine this rank's share of everybody's arrays, and give it to all.
+
+        Args:
+            arrays: this rank's, flat.
+            starts: by rank, where its arrays begin.
+            combine: combines two of them; NumPy's warnings are silenced.
+            finish: as in `allreduce`.
+        """
+        kind = arrays[0].dtype
+        lengths = tuple(len(array) for array in arrays)
+        share = _share(lengths, self._size, self._rank, kind.itemsize)
+        tables = [share.located(each) for each in starts]
+        located = [address_of(table) for table in tables]
+        scratch: Any = self._scratch.view(kind)
+        into, words, peers = self._into, self._into_words, self._peers
 
         def load(rank: int, which: int) -> Array:
-            into: Array = scratch[which, : block.count]
-            self._peers.gather(rank, block.places(addresses[rank]), into)
-            return into
+            there = located[rank] + block.first * _ROW
+            peers.gather(rank, into[which], there, len(block.spans), block.nbytes)
+            loaded: Array = scratch[which, : block.nbytes // kind.itemsize]
+            return loaded
 
-        def add(there: Array) -> None:
-            for mine, start, stop in own:
-                combine(mine, there[start:stop])
+        def add(loaded: Array) -> None:
+            for part, start, stop, at in block.spans:
+                combine(arrays[part][start:stop], loaded[at : at + stop - start])
 
-        combine_in_order(self._rank, self._others, load, combine, add)
-        if finish is not None:
-            for mine, _, _ in own:
-                finish(mine)
-        here = block.places(addresses[self._rank])
-        for other in self._others:
-            self._peers.scatter(other, here, block.places(addresses[other]), block.nbytes)
+        with np.errstate(all="ignore"):
+            for block in share.blocks:
+                words[1] = words[3] = block.nbytes
+                combine_in_order(self._rank, self._others, load, combine, add)
+                if finish is not None:
+                    for part, start, stop, _ in block.spans:
+                        finish(arrays[part][start:stop])
+                row, count = block.first * _ROW, len(block.spans)
+                for other in self._others:
+                    here, there = located[self._rank] + row, located[other] + row
+                    peers.scatter(other, here, there, count, block.nbytes)
+
+
+_ROW = 16
+"""Bytes of a place's description."""

@@ -20,11 +20,12 @@ import numpy as np
 from . import kernels
 from .base import Communicator, Finish, Operation, Scattered, Staging, Words, staged
 from .peer_memory import Buffers, Load, PeerMemory, reach_peers
+from .places import address_of
 from .rank_order import combine_in_order
 from .ring import RingTransport, even_counts
-from .scattered import ScatteredReductions
+from .scattered import BLOCK_BYTES, ScatteredReductions
 from .shared_lanes import ELSEWHERE, Lane, Passage, make_lanes
-from .shared_segment import SharedSegments, address_of, completed
+from .shared_segment import SharedSegments, completed
 from .shared_words import SharedWords
 from .types import Array, DType, ReduceOp
 
@@ -39,9 +40,7 @@ _SLOT_BYTES = 2 * 1024 * 1024
 """The most that one slot takes, however many ranks there are."""
 
 _BLOCK_BYTES = 512 * 1024
-_DIRECT_BLOCK_BYTES = 256 * 1024
-"""What is reduced at a time, of buffers in segments and of others: two or three blocks are to
-stay in the cache of a core."""
+"""What is reduced at a time, of buffers in segments: it is to stay in the cache of a core."""
 
 DIRECT_BYTES = 256 * 1024
 """From here on, ordinary buffers are reached by way of the kernel."""
@@ -67,7 +66,6 @@ class SharedMemoryTransport:
     ) -> None:
         self.words: Words | None = words
         """Carries the words of rounds; None where that does not work."""
-        self.scattered: Scattered | None = None
         self._rank = comm.rank
         self._size = comm.size
         self._others = [rank for rank in range(comm.size) if rank != comm.rank]
@@ -76,10 +74,15 @@ class SharedMemoryTransport:
         self._segment_bytes = segment_bytes
         self._peers = peers
         self._direct_bytes = direct_bytes
-        scratch_bytes = _CACHE_LINE if peers is None else _DIRECT_BLOCK_BYTES
+        scratch_bytes = _CACHE_LINE if peers is None else BLOCK_BYTES
         self._scratch = np.empty((2, scratch_bytes), dtype=np.uint8)
+        self._far: ScatteredReductions | None = None
         if peers is not None and comm.size > 1:
-            self.scattered = ScatteredReductions(comm.rank, comm.size, segments, peers, self.enter)
+            self._far = ScatteredReductions(
+                comm.rank, comm.size, segments, peers, self._scratch, self.enter
+            )
+        self.scattered: Scattered | None = self._far
+        """Reduces many arrays where they are; None where that does not work."""
         self._operations = 0
         self._messages = RingTransport(comm)
 
@@ -161,7 +164,7 @@ class SharedMemoryTransport:
         staging: Staging | None = None,
     ) -> Operation[None]:
         """Reduce in place; every rank ends with bit-identical contents."""
-        combine = kernels.combiner(dtype, op)
+        combine = kernels.combiner(dtype, op, quiet=False)
         yield from staged(self._allreduce(buffer, combine, finish), staging, len(buffer))
 
     def _allreduce(
@@ -184,7 +187,7 @@ class SharedMemoryTransport:
         tag: int,
     ) -> Operation[None]:
         """Reduce so that this rank's piece of `buffer` is complete; the rest is scratch after."""
-        combine = kernels.combiner(dtype, op)
+        combine = kernels.combiner(dtype, op, quiet=False)
         if self._is_trivial(buffer, finish):
             return
         lane = yield from self.enter()
@@ -240,7 +243,9 @@ class SharedMemoryTransport:
         self, lane: Lane, buffer: Array, counts: Sequence[int], dtype: DType, op: ReduceOp
     ) -> Operation[None]:
         """Do a `reduce_scatter` in a lane; the ranks do the same things there, in one order."""
-        yield from self._reduce(lane, buffer, counts, kernels.combiner(dtype, op), None, False)
+        yield from self._reduce(
+            lane, buffer, counts, kernels.combiner(dtype, op, quiet=False), None, False
+        )
 
     def gather_in(self, lane: Lane, buffer: Array, counts: Sequence[int]) -> Operation[None]:
         """Do an `allgather` in a lane; the ranks do the same things there, in one order."""
@@ -252,7 +257,7 @@ class SharedMemoryTransport:
         return (
             self._peers is not None
             and buffer.nbytes >= self._direct_bytes
-            and self._peers.reaches_own([buffer])
+            and self._peers.reaches_one(address_of(buffer), buffer.nbytes)
         )
 
     def _is_trivial(self, buffer: Array, finish: Finish | None = None) -> bool:
@@ -318,8 +323,12 @@ class SharedMemoryTransport:
         passage = Passage(lane, buffer, counts, self._segment_bytes, True)
         buffers = yield from self._begin(lane, passage, others, range(self._size))
         if buffers is not None:
-            span = passage.starts[rank], passage.stops[rank]
-            self._reduce_in_place(buffer, buffers, span, combine, finish, share)
+            if share and buffers.all_far and self._far is not None:
+                starts = [np.array([-shown]) for shown in buffers.shown]
+                self._far.reduce([buffer], starts, combine, finish)
+            else:
+                span = passage.starts[rank], passage.stops[rank]
+                self._reduce_in_place(buffer, buffers, span, combine, finish, share)
             yield lane.meet()
             return
         results = [(int(piece == 0), piece) for piece in others]
@@ -368,17 +377,19 @@ class SharedMemoryTransport:
         """Combine everybody's block in the order of the ranks, into this rank's `own`.
 
         Args:
+            combine: silenced here.
             load: gets a rank, how many elements, and memory that it may use for them; returns
                 the rank's block, which may be overwritten.
         """
         scratch, count = self._scratch.view(own.dtype), len(own)
-        combine_in_order(
-            self._rank,
-            self._others,
-            lambda other, which: load(other, count, scratch[which]),
-            combine,
-            lambda there: combine(own, there),
-        )
+        with np.errstate(all="ignore"):
+            combine_in_order(
+                self._rank,
+                self._others,
+                lambda other, which: load(other, count, scratch[which]),
+                combine,
+                lambda there: combine(own, there),
+            )
         if finish is not None:
             finish(own)
 

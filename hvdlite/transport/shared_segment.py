@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import ctypes
 import mmap
 import os
 import sys
@@ -22,6 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from .base import Communicator, Operation
+from .places import address_of
 from .types import Array
 
 __all__ = [
@@ -29,7 +29,6 @@ __all__ = [
     "PROOF_BYTES",
     "SegmentUnavailableError",
     "SharedSegments",
-    "address_of",
     "agree",
     "completed",
     "map_segments",
@@ -259,17 +258,3 @@ def _map(descriptor: int, size: int) -> mmap.mmap:
         with contextlib.suppress(AttributeError, OSError):
             memory.madvise(getattr(mmap, advice))
     return memory
-
-
-def address_of(array: Array) -> int:
-    """Return where an array's first element is."""
-    writable: Any = array
-    try:
-        # A quarter of the time that NumPy takes.
-        return ctypes.addressof(_Nothing.from_buffer(writable))
-    except (TypeError, ValueError):
-        address: int = array.__array_interface__["data"][0]
-        return address
-
-
-_Nothing = ctypes.c_char * 0

@@ -14,8 +14,8 @@ import pytest
 
 from hvdlite.transport import peer_memory
 from hvdlite.transport.peer_memory import PeerMemory, reach_peers
+from hvdlite.transport.places import Places, address_of
 from hvdlite.transport.shared_memory import SharedMemoryTransport
-from hvdlite.transport.shared_segment import address_of
 from hvdlite.transport.types import DType, ReduceOp
 
 from .fake_mpi import FakeWorld, drive
@@ -73,10 +73,10 @@ def test_memory_that_is_not_there_is_known_before(monkeypatch):
     monkeypatch.setattr(peer_memory, "_MOST_PLACES", 6)
     memory = PeerMemory([os.getpid()])
     fine = [np.zeros(n, np.float32) for n in (1, 3, 5000, 2, 9)]
-    assert memory.reaches_own(fine)
+    assert memory.reaches_own(Places.of(fine))
     nowhere = np.asarray(_At(8, 100))
-    assert not memory.reaches_own([nowhere])
-    assert not memory.reaches_own([*fine, nowhere])
+    assert not memory.reaches_own(Places.of([nowhere]))
+    assert not memory.reaches_own(Places.of([*fine, nowhere]))
 
 
 class _At:
@@ -98,8 +98,8 @@ def test_what_a_rank_cannot_show_goes_through_the_slots(unreachable):
     ]
     transports = [made for (made,) in drive(world, creations)]
     for rank in unreachable:
-        transports[rank]._peers.reaches_own = lambda arrays: False
-        assert not transports[rank].scattered.reaches([np.ones(4, np.float32)])
+        transports[rank]._peers.reaches_one = lambda *place: False
+        assert not transports[rank].scattered.reaches(Places.of([np.ones(4, np.float32)]))
     buffers = [np.full(1000, rank + 1, np.float32) for rank in range(2)]
     drive(
         world,
@@ -116,14 +116,29 @@ def test_several_places_at_once(child):
     memory = PeerMemory([os.getpid(), process.pid])
     there = np.array([[address + 12, 4], [address, 8]])
     found = np.zeros(3, np.int32)
-    memory.gather(1, there, found)
+    whole = described([found])
+    memory.gather(1, address_of(whole), address_of(there), 2, 12)
     assert found.tolist() == [4, 1, 2]
     sources = [np.array([40], np.int32), np.array([10, 20], np.int32)]
-    memory.scatter(1, np.array([[address_of(each), each.nbytes] for each in sources]), there, 12)
+    here = described(sources)
+    memory.scatter(1, address_of(here), address_of(there), 2, 12)
     memory.read(1, address, found)
     assert found.tolist() == [10, 20, 3]
+    there = np.array([[address, 8], [8, 4]])
     with pytest.raises(OSError, match="8 of 12 bytes were copied"):
-        memory.gather(1, np.array([[address, 8], [8, 4]]), found)
+        memory.gather(1, address_of(whole), address_of(there), 2, 12)
+
+
+def described(arrays):
+    return np.array([[address_of(each), each.nbytes] for each in arrays])
+
+
+def test_arrays_that_share_memory_are_known():
+    whole = np.zeros(10, np.int16)
+    assert not Places.of([]).overlap()
+    assert not Places.of([whole[6:], whole[:2], whole[2:6]]).overlap()
+    assert Places.of([whole[6:], whole[:3], whole[2:6]]).overlap()
+    assert Places.of([whole, whole[4:5]]).overlap()
 
 
 def test_what_is_not_there_is_an_error_that_names_the_rank(child):

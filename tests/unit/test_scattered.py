@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdlite.transport import scattered, shared_lanes
-from hvdlite.transport.scattered import _blocks
+from hvdlite.transport.places import Places
+from hvdlite.transport.scattered import _share
 from hvdlite.transport.types import DType, ReduceOp
 
 from .fake_mpi import drive, random_scheduler
@@ -29,9 +30,9 @@ def small_blocks():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scattered, "BLOCK_BYTES", 256)
         patch.setattr(scattered, "_MOST_VECTORS", 5)
-        _blocks.cache_clear()
+        _share.cache_clear()
         yield
-    _blocks.cache_clear()
+    _share.cache_clear()
 
 
 def values_of(size, lengths, seed):
@@ -51,7 +52,7 @@ def reduce(world, transports, parts, dtype=DType.FLOAT32, op=ReduceOp.SUM, finis
     drive(
         world,
         [
-            [transport.scattered.allreduce(mine, dtype, op, finish, 0)]
+            [transport.scattered.allreduce(Places.of(mine), dtype, op, finish, 0)]
             for transport, mine in zip(transports, parts, strict=True)
         ],
     )
@@ -122,7 +123,9 @@ def test_among_other_operations_under_any_timing(seed, how_ranks_meet):
             if single:
                 operations[rank].append(transport.allreduce(parts[rank][0], *kind))
             else:
-                operations[rank].append(transport.scattered.allreduce(parts[rank], *kind))
+                operations[rank].append(
+                    transport.scattered.allreduce(Places.of(parts[rank]), *kind)
+                )
         checks.append((parts, values, 1 if single else len(lengths)))
     if seed % 2:
         operations = [[one_after_the_other(of_rank)] for of_rank in operations]
@@ -152,20 +155,22 @@ def test_addresses_are_shown_even_where_the_segment_is_full(monkeypatch):
 def test_blocks_cover_everything_once(lengths, size, itemsize):
     covered = [np.zeros(length, int) for length in lengths]
     for rank in range(size):
-        for block in _blocks(tuple(lengths), size, rank, itemsize):
-            assert block.count * itemsize <= 256
+        share = _share(tuple(lengths), size, rank, itemsize)
+        assert sum(len(block.spans) for block in share.blocks) == len(share.parts)
+        for block in share.blocks:
+            assert block.nbytes <= 256
             assert len(block.spans) <= 5
             at = 0
-            assert block.nbytes == block.count * itemsize
+            rows = slice(block.first, block.first + len(block.spans))
             for (part, start, stop, place), number, (first, nbytes) in zip(
-                block.spans, block.parts, block.offsets, strict=True
+                block.spans, share.parts[rows], share.places[rows], strict=True
             ):
                 assert (part, start * itemsize) == (number, first)
                 assert (stop - start) * itemsize == nbytes
                 assert place == at
                 at += stop - start
                 covered[part][start:stop] += 1
-            assert at == block.count
+            assert at * itemsize == block.nbytes
     assert all((part == 1).all() for part in covered)
 
 
