@@ -151,6 +151,13 @@ class Settings:
         "Ranks of a host read and write each other's memory, where the system permits that.",
         horovod=False,
     )
+    huge_pages: bool = knob(
+        True,
+        BOOL,
+        "HUGE_PAGES",
+        "Have PyTorch, and in `hvdlite run` everything, ask the system for pages of 2 MiB.",
+        horovod=False,
+    )
     autotune: bool = knob(
         False,
         BOOL,

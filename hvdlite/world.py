@@ -150,6 +150,10 @@ def init(
         if settings.timeline is not None and settings.timeline.upper() != "DYNAMIC":
             # Whoever starts and ends timelines later names them by absolute paths, too.
             settings = dataclasses.replace(settings, timeline=os.path.abspath(settings.timeline))
+        if settings.huge_pages:
+            # PyTorch looks once, when it makes its first tensor. What `init` has decided is then
+            # what DataLoader's processes inherit, too.
+            os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
         with contextlib.ExitStack() as undo:
             base, mpi_group = connection.base_communicator(comm)
             undo.callback(base.free)

@@ -30,7 +30,8 @@ SUITES = {
 }
 _NEED_LIMITS = {"allreduce", "many"}
 
-PEERS = (*OWN, "mpi", "gloo", "alone", "barrier", "idle", "ddp", "ddp-views")
+_TRAINING = ("alone", "alone-huge", "barrier", "idle", "ddp", "ddp-huge", "ddp-views")
+PEERS = (*OWN, "mpi", "gloo", *_TRAINING)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,6 +24,11 @@ divided by those who share them), and cores that other threads than the training
 _ALONE, _BARRIER = "alone", "barrier"
 """Training without reduction: each rank by itself, and the ranks waiting for each other."""
 
+_ALONE_HUGE = "alone-huge"
+_UNREDUCED = (_ALONE, _ALONE_HUGE, _BARRIER)
+_HUGE = (_ALONE_HUGE, _BARRIER, "ddp-huge", "hvdlite", "idle")
+"""With huge pages for large tensors, for which hvdlite asks where it is initialised first."""
+
 _WARM_UP = 4
 """Steps: bucket layouts settle after the first one."""
 
@@ -34,6 +40,8 @@ def work(task: dict[str, Any]) -> Report:
 
     torch: Any = importlib.import_module("torch")
     comm = MPI.COMM_WORLD
+    if task["peer"] in _HUGE:
+        os.environ["THP_MEM_ALLOC_ENABLE"] = "1"
     torch.set_num_threads(1)
     model, inputs, targets = build(task["case"], comm.Get_rank())
     trained, optimizer, leave = _distribute(torch, task["peer"], model)
@@ -74,13 +82,13 @@ def _distribute(torch: Any, peer: str, model: Any) -> tuple[Any, Any, Callable[[
     from . import peers
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
-    if peer in (_ALONE, _BARRIER):
+    if peer in _UNREDUCED:
         if peer == _BARRIER:
             from mpi4py import MPI
 
             optimizer.register_step_pre_hook(lambda *_: MPI.COMM_WORLD.Barrier())
         return model, optimizer, lambda: None
-    if peer in ("ddp", "ddp-views"):
+    if peer in ("ddp", "ddp-huge", "ddp-views"):
         dist = peers.start_gloo()
         wrapped = torch.nn.parallel.DistributedDataParallel(
             model, gradient_as_bucket_view=peer == "ddp-views"
@@ -118,7 +126,9 @@ def run(session: Session) -> None:
         if ranks == 1:
             continue  # nothing to reduce
         for name in names:
-            wanted = [_ALONE, _BARRIER, "ddp", *([] if options.quick else ["ddp-views"]), "hvdlite"]
+            wanted = [_ALONE, _ALONE_HUGE, _BARRIER, "ddp", "ddp-huge", "ddp-views", "hvdlite"]
+            if options.quick:
+                wanted.remove("ddp-views")
             peers = session.peers("steps", wanted, "module:")
             task = {"steps": 3 if options.quick else 12}
             session.measure(
@@ -141,7 +151,7 @@ def _compare_losses(session: Session, name: str, ranks: int) -> None:
         fact["peer"]: fact["loss"]
         for fact in session.results.facts
         if (fact["suite"], fact["case"], fact["ranks"]) == ("steps", name, ranks)
-        and fact["peer"] not in (_ALONE, _BARRIER)
+        and fact["peer"] not in _UNREDUCED
     }
     if losses and max(losses.values()) - min(losses.values()) > 1e-3 * max(losses.values()):
         session.say(f"warning: {name}, np {ranks}: the losses differ: {losses}")
@@ -157,15 +167,15 @@ def tables(records: Sequence[Record]) -> list[Table]:
     if not peers:
         return []
     ranks = steps[0].ranks
-    others = [peer for peer in peers if peer not in (_ALONE, _BARRIER, "hvdlite")]
+    others = [peer for peer in peers if peer not in (*_UNREDUCED, "hvdlite")]
     times = Table(
         f"Training steps, np {ranks}: ms, median (quartiles); below 1: hvdlite is faster",
         ["model", *map(shown, peers), *(f"hvdlite / {shown(peer)}" for peer in others)],
         [],
     )
-    adding = [peer for peer in peers if peer != _ALONE]
+    adding = [peer for peer in peers if peer not in (_ALONE, _ALONE_HUGE)]
     added = Table(
-        f"Training steps, np {ranks}: what the reduction adds to compute alone",
+        f"Training steps, np {ranks}: what the reduction adds to compute alone, on the same pages",
         ["model", *map(shown, adding), *(f"hvdlite's / {shown(peer)}'s" for peer in others)],
         [],
     )
@@ -177,15 +187,18 @@ def tables(records: Sequence[Record]) -> list[Table]:
             for p in others
         ]
         times.rows.append([title, *cells])
-        if _ALONE in row:
+        if _ALONE in row or _ALONE_HUGE in row:
             added.rows.append([title, *_added(row, adding, others)])
     return [times, added]
 
 
 def _added(row: dict[str, Record], adding: Sequence[str], others: Sequence[str]) -> list[str]:
     # Turn by turn, as the ratios: what drifts is the same for both.
-    alone = row[_ALONE].turns
-    parts = {p: paired(row[p].turns, alone).median - 1 for p in adding if p in row}
+    parts = {}
+    for peer in filter(row.__contains__, adding):
+        alone = row.get(_ALONE_HUGE if peer in _HUGE else _ALONE) or row.get(_ALONE)
+        if alone is not None:
+            parts[peer] = paired(row[peer].turns, alone.turns).median - 1
     cells = [f"{100 * parts[p]:.0f} %" if p in parts else "-" for p in adding]
     for peer in others:
         both = peer in parts and "hvdlite" in parts and parts[peer] > 0

@@ -16,7 +16,7 @@ from .records import Record, Results, Skipped, Table, shown
 
 __all__ = ["Options", "Session", "installed", "library_of", "plain", "rotated"]
 
-_ON_TORCH = ("gloo", "ddp", "ddp-views")
+_ON_TORCH = ("gloo", "ddp", "ddp-huge", "ddp-views")
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from ..exceptions import SettingsError
@@ -27,6 +28,7 @@ __all__ = [
     "check_environment",
     "check_frameworks",
     "check_host_name",
+    "check_huge_pages",
     "check_interfaces",
     "check_launcher",
     "check_library",
@@ -233,6 +235,28 @@ def check_locked_memory(devices: Sequence[str] | None = None) -> Check:
             data,
         )
     return Check("locked memory", "ok", text, data=data)
+
+
+def check_huge_pages(
+    path: Path = Path("/sys/kernel/mm/transparent_hugepage/enabled"),
+) -> Check:
+    """Look whether programs can have pages of 2 MiB."""
+    try:
+        _, _, rest = path.read_text().partition("[")
+    except OSError:
+        return Check("huge pages", "note", "this system has none", data={"enabled": None})
+    enabled = rest.partition("]")[0]
+    data = {"enabled": enabled}
+    if enabled == "never":
+        return Check(
+            "huge pages",
+            "warning",
+            enabled,
+            "Large tensors cost a page fault for every 4 KiB: let programs ask for larger pages, "
+            f"`echo madvise > {path}` as root.",
+            data,
+        )
+    return Check("huge pages", "ok", enabled, data=data)
 
 
 def check_cores(quota: float | None = None, threads: str | None = None) -> Check:

@@ -50,6 +50,7 @@ def examine(
         checks_module.check_wheels(),
         checks_module.check_shared_memory(),
         checks_module.check_locked_memory(),
+        checks_module.check_huge_pages(),
         checks_module.check_cores(),
         checks_module.check_host_name(),
         checks_module.check_interfaces(),

@@ -28,6 +28,13 @@ LIMIT = 60 * float(os.environ.get("HVDLITE_TEST_SLOWER", "1"))
 pytestmark = pytest.mark.timeout(3 * LIMIT)
 
 
+def glibc_has_tunables() -> bool:
+    with contextlib.suppress(ValueError):  # another C library does not know the name
+        name, _, version = (os.confstr("CS_GNU_LIBC_VERSION") or "").partition(" ")
+        return name == "glibc" and tuple(map(int, version.split("."))) >= (2, 35)
+    return False
+
+
 @pytest.fixture(scope="module")
 def library() -> mpi.Library:
     try:
@@ -151,6 +158,29 @@ def test_input_is_rank_0s(library: mpi.Library, given: str | None) -> None:
 
 
 # -- signals ----------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").is_dir() or not glibc_has_tunables(),
+    reason="no huge pages here",
+)
+@pytest.mark.parametrize("value", ["1", "0"])
+def test_arrays_of_all_kinds_lie_on_huge_pages(library: mpi.Library, value: str) -> None:
+    """What is asked for shows in the mapping of a large piece of memory."""
+    program = """
+        import ctypes, pathlib
+        memory = bytearray(2**23)
+        middle = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + 2**22
+        for line in pathlib.Path("/proc/self/smaps").read_text().splitlines():
+            span, _, rest = line.partition(" ")
+            if "-" in span and ":" not in span:
+                first, last = (int(end, 16) for end in span.split("-"))
+            elif span == "VmFlags:" and first <= middle < last:
+                print("asked:", "hg" in rest.split())
+    """
+    words = ["-np", "2", "python", "-c", textwrap.dedent(program)]
+    done = run(words, HVDLITE_HUGE_PAGES=value)
+    assert done.stdout.count(f"asked: {value == '1'}") == 2, done
 
 
 @contextlib.contextmanager

@@ -136,6 +136,17 @@ def test_step_tables():
     assert added.rows == [[models.MODELS["mlp"], "100 %", "20 %", "0.200"]]
 
 
+def test_overheads_are_those_over_compute_on_the_same_pages():
+    seconds = {"alone": 0.2, "alone-huge": 0.1, "ddp": 0.3, "ddp-huge": 0.2, "hvdlite": 0.12}
+    records = [
+        _record(peer, value, "step", suite="steps", case="cnn", nbytes=None)
+        for peer, value in seconds.items()
+    ]
+    _, added = steps.tables(records)
+    assert added.header[1:4] == ["ddp", "ddp-huge", "hvdlite"]
+    assert added.rows == [[models.MODELS["cnn"], "50 %", "100 %", "20 %", "0.400", "0.200"]]
+
+
 def test_ratio_tables_without_the_base():
     table = many.ratio_table("t", [_record("gloo", 2e-3, "x")], scale=1e3, unit="ms")
     assert table.rows == [["x", "2.00 (2.00 to 2.00)", "-"]]

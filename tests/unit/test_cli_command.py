@@ -77,6 +77,17 @@ def test_cores_are_divided_among_the_ranks_unless_the_user_has_spoken() -> None:
     assert plan(OPEN_MPI, environment={"OMP_NUM_THREADS": "3"}).variables["OMP_NUM_THREADS"] == "3"
 
 
+def test_the_c_library_is_to_use_huge_pages_unless_the_user_has_spoken() -> None:
+    name, asks = "GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"
+    assert plan(OPEN_MPI).variables[name] == asks
+    assert plan(OPEN_MPI, environment={name: "a.b=3"}).variables[name] == f"a.b=3:{asks}"
+    assert name not in plan(OPEN_MPI, {name: "glibc.malloc.hugetlb=0"}).variables
+    assert name not in plan(OPEN_MPI, {"HVDLITE_HUGE_PAGES": "off"}).variables
+    assert name not in plan(OPEN_MPI, environment={"HVDLITE_HUGE_PAGES": "0"}).variables
+    # The ranks say what is wrong with that.
+    assert plan(OPEN_MPI, {"HVDLITE_HUGE_PAGES": "perhaps"}).variables[name] == asks
+
+
 def test_ranks_yield_only_where_there_are_more_than_cores() -> None:
     assert has(plan(OPEN_MPI, cores=2).arguments(), "--mca", "mpi_yield_when_idle", "1")
     assert "mpi_yield_when_idle" not in plan(OPEN_MPI, cores=4).arguments()
@@ -97,7 +108,8 @@ def test_open_mpi_on_two_hosts() -> None:
     assert has(words, "--mca", "btl_tcp_if_include", "10.1.0.0/24")
     assert has(words, "--prtemca", "prte_if_include", "10.1.0.0/24")
     sent = [words[i + 1] for i, word in enumerate(words) if word == "-x"]
-    assert sent == ["HVDLITE_CYCLE_TIME", "OMP_NUM_THREADS", "PYTHONPATH", "SEED"]
+    ours = ["GLIBC_TUNABLES", "HVDLITE_CYCLE_TIME", "OMP_NUM_THREADS", "PYTHONPATH"]
+    assert sent == [*ours, "SEED"]
 
 
 def test_fewer_ranks_than_slots_take_the_first() -> None:
@@ -200,7 +212,8 @@ def test_the_line_shown_can_be_pasted() -> None:
     )
     line = show(made)
     assert shlex.split(line)[-3:] == ["/py", "a b.py", "--x=$HOME"]
-    assert line.startswith("env HVDLITE_LOG_LEVEL=info OMP_NUM_THREADS=2 /mpi/bin/mpirun ")
+    set_before = "GLIBC_TUNABLES=glibc.malloc.hugetlb=1 HVDLITE_LOG_LEVEL=info OMP_NUM_THREADS=2"
+    assert line.startswith(f"env {set_before} /mpi/bin/mpirun ")
     assert "LAUNCHER" not in show(plan(OPEN_MPI, hosts=TWO_HOSTS))
 
 

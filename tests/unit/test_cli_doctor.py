@@ -114,6 +114,24 @@ def test_locked_memory_matters_with_fast_fabrics_only(monkeypatch: pytest.Monkey
     assert "ulimit -l" in check.advice
 
 
+@pytest.mark.parametrize(
+    ("said", "state"),
+    [
+        ("always [madvise] never", "ok"),
+        ("[always] madvise never", "ok"),
+        ("always madvise [never]", "warning"),
+        (None, "note"),
+    ],
+)
+def test_huge_pages(tmp_path: Path, said: str | None, state: str) -> None:
+    path = tmp_path / "enabled"
+    if said is not None:
+        path.write_text(f"{said}\n")
+    check = checks.check_huge_pages(path)
+    assert check.state == state
+    assert ("madvise" in check.advice) == (state == "warning")
+
+
 def test_more_threads_than_cores() -> None:
     check = checks.check_cores(threads="4096")
     assert check.state == "warning"
