@@ -134,6 +134,8 @@ class Bucket:
         self._borrows = reduction.compression is NoneCompressor and reduces_scattered(
             count + 1, sent, reduction.process_set
         )
+        self.takes_early = not self._borrows
+        """Whether to `take` gradients as they come, for copying, while they are in the cache."""
         buffer = allocate_buffer(nbytes, reduction.process_set, zeroed=not self._borrows)
         array = buffer.view(dtype_of_type(dtype).storage)
         self._flat = tensor_of(array, dtype)

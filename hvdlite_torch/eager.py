@@ -20,8 +20,7 @@ def eager(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        # Importing the compiler takes seconds: leave it to those who compile.
-        if not torch.compiler.is_compiling() and "torch._dynamo" not in sys.modules:
+        if not torch.compiler.is_compiling() and not _runs_compiled():
             return function(*args, **kwargs)
         disabled: Any = getattr(function, "_hvdlite_eager", None)
         if disabled is None:
@@ -31,3 +30,15 @@ def eager(function: Callable[P, R]) -> Callable[P, R]:
         return disabled(*args, **kwargs)  # type: ignore[no-any-return]
 
     return call
+
+
+def _runs_compiled() -> bool:
+    """Return whether this thread is in code that torch.compile looks at."""
+    # Importing the compiler takes seconds: leave it to those who compile. But torch.optim does,
+    # and to disable what nobody compiles costs more than a hook does.
+    return "torch._dynamo" in sys.modules and _tracer() is not None
+
+
+_tracer: Callable[[], object] = getattr(
+    torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: _tracer
+)

@@ -138,7 +138,9 @@ class Reducer(StepReducer):
                     "from the first step on; or use checkpoint(..., use_reentrant=False)."
                 )
             slot.recurs = True
-            if bucket is not None and not slot.sparse_dim and not slot.holds_sparse:
+            if bucket is None or slot.sparse_dim or slot.holds_sparse:
+                return
+            if bucket.takes_early:
                 bucket.take(slot)
             return
         if slot.passes >= self.passes_per_step:
@@ -168,7 +170,8 @@ class Reducer(StepReducer):
             self._buckets.submit_sparse_if_complete(self.passes_per_step)
         if bucket is None or slot.sparse_dim or slot.holds_sparse:
             return
-        bucket.take(slot)
+        if bucket.takes_early:
+            bucket.take(slot)
         if slot.passes == self.passes_per_step:
             bucket.ready += 1
             if bucket.is_complete():
