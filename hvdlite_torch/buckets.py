@@ -134,8 +134,6 @@ class Bucket:
         self._borrows = reduction.compression is NoneCompressor and reduces_scattered(
             count + 1, sent, reduction.process_set
         )
-        self.takes_early = not self._borrows
-        """Whether to `take` gradients as they come, for copying, while they are in the cache."""
         buffer = allocate_buffer(nbytes, reduction.process_set, zeroed=not self._borrows)
         array = buffer.view(dtype_of_type(dtype).storage)
         self._flat = tensor_of(array, dtype)
@@ -144,6 +142,9 @@ class Bucket:
         self._usual_flags = torch.tensor([1.0] * count + [0.0] * count + _KEPT).to(dtype)
         # On another device gradients cannot be views of host memory: they are copied.
         self._direct = all(slot.parameter.device.type == "cpu" for slot in slots)
+        self._lends = self._borrows and self._direct
+        self.takes_early = not self._lends
+        """Whether to `take` gradients as they come, for copying, while they are in the cache."""
         # The same objects every time: the engine knows by that that there is nothing to copy.
         self._arrays = [array]
         if self._borrows:
@@ -211,7 +212,7 @@ class Bucket:
         elif self._direct and gradient.data_ptr() == slot.address:
             slot.lent = slot.memory = None
             return
-        elif self._borrows and self._direct and is_lendable(gradient, slot.view):
+        elif self._lends and is_lendable(gradient, slot.view):
             slot.lent, slot.lent_at = gradient, gradient.data_ptr()
             slot.memory = lend(gradient)
             return

@@ -34,11 +34,14 @@ def eager(function: Callable[P, R]) -> Callable[P, R]:
 
 def _runs_compiled() -> bool:
     """Return whether this thread is in code that torch.compile looks at."""
-    # Importing the compiler takes seconds: leave it to those who compile. But torch.optim does,
-    # and to disable what nobody compiles costs more than a hook does.
-    return "torch._dynamo" in sys.modules and _tracer() is not None
+    if "torch._dynamo" not in sys.modules:
+        # Importing the compiler takes seconds: leave it to those who compile.
+        return False
+    # torch.optim imports it, too, and to disable what nobody compiles costs more than a hook does.
+    # Older versions of torch do not tell.
+    return _callback is None or _callback() is not None
 
 
-_tracer: Callable[[], object] = getattr(
-    torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: _tracer
+_callback: Callable[[], object] | None = getattr(
+    torch._C._dynamo.eval_frame, "get_eval_frame_callback", None
 )

@@ -138,9 +138,8 @@ class Reducer(StepReducer):
                     "from the first step on; or use checkpoint(..., use_reentrant=False)."
                 )
             slot.recurs = True
-            if bucket is None or slot.sparse_dim or slot.holds_sparse:
-                return
-            if bucket.takes_early:
+            is_dense = not (slot.sparse_dim or slot.holds_sparse)
+            if bucket is not None and bucket.takes_early and is_dense:
                 bucket.take(slot)
             return
         if slot.passes >= self.passes_per_step:

@@ -98,10 +98,10 @@ def _in_step(records: Sequence[Record], model: str, ranks: int) -> Table:
         [
             "peer",
             "step, ms",
-            "step / alone",
+            "step / alone-huge",
             "other threads, ms of processor per step",
             "other threads, percent of a core",
-            "memory per rank above alone, MiB (no program code)",
+            "memory per rank above alone-huge, MiB (no program code)",
         ],
         [],
     )

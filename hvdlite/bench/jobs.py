@@ -111,6 +111,7 @@ def _environment(folder: Path, python: str) -> dict[str, str]:
         for name, value in os.environ.items()
         if not name.startswith(_IDENTITY) or name.startswith(_SETTINGS)
     }
+    environment.pop("GLIBC_TUNABLES", None)  # huge pages are for the peers that are to have them
     places = [str(_PACKAGE.parent)]
     if python != sys.executable:
         # Another interpreter must find this package, but none of its neighbours.

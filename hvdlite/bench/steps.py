@@ -21,11 +21,12 @@ UNITS = {"step": "s", "memory": "B", "other threads": "1"}
 """Of what `work` measures: the time of a step, memory of a rank (without code; shared pages
 divided by those who share them), and cores that other threads than the training one kept busy."""
 
-_ALONE, _BARRIER = "alone", "barrier"
-"""Training without reduction: each rank by itself, and the ranks waiting for each other."""
+_ALONE, _ALONE_HUGE, _BARRIER = "alone", "alone-huge", "barrier"
+_ALONE_PEERS = (_ALONE, _ALONE_HUGE)
+"""Training without reduction, each rank by itself: on the pages that come, and on huge ones."""
+_UNREDUCED = (*_ALONE_PEERS, _BARRIER)
+"""And with the ranks waiting for each other."""
 
-_ALONE_HUGE = "alone-huge"
-_UNREDUCED = (_ALONE, _ALONE_HUGE, _BARRIER)
 _HUGE = (_ALONE_HUGE, _BARRIER, "ddp-huge", "hvdlite", "idle")
 """With huge pages for large tensors, for which hvdlite asks where it is initialised first."""
 
@@ -40,8 +41,7 @@ def work(task: dict[str, Any]) -> Report:
 
     torch: Any = importlib.import_module("torch")
     comm = MPI.COMM_WORLD
-    if task["peer"] in _HUGE:
-        os.environ["THP_MEM_ALLOC_ENABLE"] = "1"
+    os.environ["THP_MEM_ALLOC_ENABLE"] = str(int(task["peer"] in _HUGE))
     torch.set_num_threads(1)
     model, inputs, targets = build(task["case"], comm.Get_rank())
     trained, optimizer, leave = _distribute(torch, task["peer"], model)
@@ -173,7 +173,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
         ["model", *map(shown, peers), *(f"hvdlite / {shown(peer)}" for peer in others)],
         [],
     )
-    adding = [peer for peer in peers if peer not in (_ALONE, _ALONE_HUGE)]
+    adding = [peer for peer in peers if peer not in _ALONE_PEERS]
     added = Table(
         f"Training steps, np {ranks}: what the reduction adds to compute alone, on the same pages",
         ["model", *map(shown, adding), *(f"hvdlite's / {shown(peer)}'s" for peer in others)],
@@ -187,7 +187,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
             for p in others
         ]
         times.rows.append([title, *cells])
-        if _ALONE in row or _ALONE_HUGE in row:
+        if not row.keys().isdisjoint(_ALONE_PEERS):
             added.rows.append([title, *_added(row, adding, others)])
     return [times, added]
 
@@ -196,7 +196,7 @@ def _added(row: dict[str, Record], adding: Sequence[str], others: Sequence[str])
     # Turn by turn, as the ratios: what drifts is the same for both.
     parts = {}
     for peer in filter(row.__contains__, adding):
-        alone = row.get(_ALONE_HUGE if peer in _HUGE else _ALONE) or row.get(_ALONE)
+        alone = row.get(_ALONE_HUGE if peer in _HUGE else _ALONE)
         if alone is not None:
             parts[peer] = paired(row[peer].turns, alone.turns).median - 1
     cells = [f"{100 * parts[p]:.0f} %" if p in parts else "-" for p in adding]

@@ -204,8 +204,9 @@ def _huge_pages(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _wants_huge_pages(environ: Mapping[str, str]) -> bool:
+    text = environ.get("HVDLITE_HUGE_PAGES", "").strip()
     try:
-        return bool(BOOL.read(environ.get("HVDLITE_HUGE_PAGES", "1")))
+        return not text or bool(BOOL.read(text))
     except ValueError:
         return True  # the ranks will say what is wrong with it
 

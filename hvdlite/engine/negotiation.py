@@ -169,9 +169,9 @@ class Negotiator:
         yield self.comm.iband(words) if pending is None else pending
         bits = self._bits_from()
         width = (len(words) - bits) // 2
-        responses = self.cache.use(_set_bits(words[bits : bits + width]), self._ready_slots)
+        responses = self.cache.use(_bits_in(words[bits : bits + width]), self._ready_slots)
         result = Round(cached=len(responses))
-        self._read_conflicts(_set_bits(np.invert(words[bits + width :])))
+        self._read_conflicts(_bits_in(np.invert(words[bits + width :])))
         answer: list[int] = words[:bits].tolist()
         flags = answer[0]
         unsettled = self._read_window(answer, responses)
@@ -206,8 +206,8 @@ class Negotiator:
         if not self.joined and JOIN_KEY not in self.pending:
             self._fill_window(words)
         if width:
-            _set(words[bits : bits + width], self._ready_slots)
-            _set(words[bits + width :], self._conflicts)
+            _put_bits(words[bits : bits + width], self._ready_slots)
+            _put_bits(words[bits + width :], self._conflicts)
             np.invert(words[bits + width :], out=words[bits + width :])
         return words
 
@@ -350,7 +350,7 @@ _FEW = 16
 """Up to so many bits, Python is faster than NumPy."""
 
 
-def _set(words: Array, bits: Collection[int]) -> None:
+def _put_bits(words: Array, bits: Collection[int]) -> None:
     """Set bits of words that are zero."""
     if len(bits) > _FEW:
         each = np.zeros(len(words) * 64, dtype=np.uint8)
@@ -358,12 +358,12 @@ def _set(words: Array, bits: Collection[int]) -> None:
         words[...] = np.packbits(each, bitorder="little").view("<u8")
         return
     plain: Any = words
-    fast = memoryview(plain)
+    view = memoryview(plain)
     for bit in bits:
-        fast[bit // 64] |= 1 << bit % 64
+        view[bit // 64] |= 1 << bit % 64
 
 
-def _set_bits(words: Array) -> list[int]:
+def _bits_in(words: Array) -> list[int]:
     """Return which bits are set."""
     values: list[int] = words.tolist()
     if sum(value.bit_count() for value in values) <= _FEW:

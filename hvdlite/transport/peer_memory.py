@@ -98,7 +98,15 @@ class PeerMemory:
     def scatter(self, rank: int, here: int, there: int, count: int, nbytes: int) -> None:
         """Write what is in several places to as many of another rank's memory.
 
-        Args and Raises are those of `gather`, but that `here` describes `count` places too.
+        Args:
+            rank: that rank.
+            here: where `count` places in this process are described, as `gather` wants it.
+            there: likewise for the other process; their bytes are the same.
+            count: places.
+            nbytes: of all of them.
+
+        Raises:
+            OSError: as `read` does.
         """
         moved = self._write(self._pids[rank], here, count, there, count, 0)
         if moved != nbytes:
@@ -126,9 +134,9 @@ class PeerMemory:
 
     def reaches_one(self, address: int, nbytes: int) -> bool:
         """Return whether the kernel can reach one place of this rank, as `reaches_own` does."""
-        words, at = self._probe_words, self._probe_at
-        words[2], words[4] = address, address + nbytes - 1
-        return bool(self._read(self._pids[self._rank], at, 1, at + 16, 2, 0) == 2)
+        into, ends = self._probe_at, self._probe_at + 16
+        self._probe_words[2], self._probe_words[4] = address, address + nbytes - 1
+        return bool(self._read(self._pids[self._rank], into, 1, ends, 2, 0) == 2)
 
     def _copy_whole(self, copy: Callable[..., None], rank: int, address: int, array: Array) -> None:
         # One call copies a little less than 2 GiB.
@@ -168,14 +176,17 @@ class Buffers:
     ) -> None:
         self._peers = peers
         self._itemsize = buffer.itemsize
-        self.shown = shown
-        self.are_far = min(shown) < 0
-        """Whether one of them at least is in no segment."""
-        self.all_far = max(shown) < 0
+        self._shown = shown
+        self.any_far, self.all_far = min(shown) < 0, max(shown) < 0
+        """Whether one of them, or every one, is in no segment."""
         self._views = [
             None if place < 0 else segments.view(rank, place, buffer.nbytes).view(buffer.dtype)
             for rank, place in enumerate(shown)
         ]
+
+    def addresses(self) -> list[int]:
+        """Return where the buffers are, by rank, if they are all far."""
+        return [-place for place in self._shown]
 
     def loader(self, start: int) -> Load:
         """Return what finds elements of a rank's buffer, from `start` on.
@@ -189,7 +200,7 @@ class Buffers:
             if view is not None:
                 return view[start : start + count]
             copy = scratch[:count]
-            self._reach().read(rank, start * self._itemsize - self.shown[rank], copy)
+            self._reach().read(rank, start * self._itemsize - self._shown[rank], copy)
             return copy
 
         return load
@@ -206,7 +217,7 @@ class Buffers:
         if view is not None:
             view[start : start + len(source)] = source
         else:
-            self._reach().write(rank, start * self._itemsize - self.shown[rank], source)
+            self._reach().write(rank, start * self._itemsize - self._shown[rank], source)
 
     def _reach(self) -> PeerMemory:
         assert self._peers is not None

@@ -27,12 +27,17 @@ from .types import Array, DType, ReduceOp
 __all__ = ["ScatteredReductions"]
 
 BLOCK_BYTES = 256 * 1024
+"""What is reduced at a time: two or three blocks are to stay in the cache of a core."""
+
 LEAST_BYTES = 1024 * 1024
 PART_BYTES = 32 * 1024
 """What the whole has to have, and each part in the mean, for this to be faster than packing."""
 
 _MOST_VECTORS = 512
 """Places in one call to the kernel, which takes 1024."""
+
+_ROW = 16
+"""Bytes of a place's description."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,12 +58,12 @@ class _Share:
     blocks: tuple[_Block, ...]
     parts: Array
     """For each place, the number of the part that it belongs to."""
-    places: Array
+    pieces: Array
     """(places, 2): the first byte in that part, and how many."""
 
     def located(self, starts: Array) -> Array:
         """Return the places as the kernel wants them, given where each part begins."""
-        found: Any = self.places.copy()
+        found: Any = self.pieces.copy()
         found[:, 0] += starts[self.parts]
         located: Array = found
         return located
@@ -79,17 +84,18 @@ def _share(lengths: tuple[int, ...], size: int, rank: int, itemsize: int) -> _Sh
     stop = start + counts[rank]
     most = BLOCK_BYTES // itemsize
     blocks: list[_Block] = []
-    places: list[tuple[int, int, int]] = []
+    parts: list[int] = []
+    pieces: list[tuple[int, int]] = []
     spans: list[tuple[int, int, int, int]] = []
     filled = 0
 
     def close() -> None:
         nonlocal filled
         if spans:
-            blocks.append(_Block(tuple(spans), len(places), filled * itemsize))
-            places.extend(
-                (part, first * itemsize, (end - first) * itemsize) for part, first, end, _ in spans
-            )
+            blocks.append(_Block(tuple(spans), len(parts), filled * itemsize))
+            for part, first, end, _ in spans:
+                parts.append(part)
+                pieces.append((first * itemsize, (end - first) * itemsize))
         spans.clear()
         filled = 0
 
@@ -105,8 +111,11 @@ def _share(lengths: tuple[int, ...], size: int, rank: int, itemsize: int) -> _Sh
                 close()
         at += length
     close()
-    table: Any = np.array(places, dtype=np.int64).reshape(len(places), 3)
-    return _Share(tuple(blocks), table[:, 0].copy(), table[:, 1:].copy())
+    return _Share(
+        tuple(blocks),
+        np.array(parts, dtype=np.int64),
+        np.array(pieces, dtype=np.int64).reshape(len(pieces), 2),
+    )
 
 
 class ScatteredReductions:
@@ -166,8 +175,8 @@ class ScatteredReductions:
         lane = yield from self._enter()
         table = self._table(lane, len(places.arrays))
         table[:] = places.starts
-        place = self._segments.offset_of(table)
-        lane.show(place if place >= 0 else -address_of(table))
+        offset = self._segments.offset_of(table)
+        lane.show(offset if offset >= 0 else -address_of(table))
         yield lane.meet()
         shown = lane.shown()
         starts = [
@@ -178,22 +187,6 @@ class ScatteredReductions:
         self.reduce(places.arrays, starts, combine, finish)
         yield lane.meet()
         lane.leave()
-
-    def _table(self, lane: Lane, count: int) -> Array:
-        """Return room for addresses, which nobody else uses before the lane is left."""
-        table = self._tables.get(id(lane))
-        if table is None or len(table) < count:
-            memory = self._segments.allocate(8 * 2 * count)
-            table = np.empty(2 * count, np.int64) if memory is None else memory.view(np.int64)
-            self._tables[id(lane)] = table
-        return table[:count]
-
-    def _starts(self, rank: int, place: int, count: int) -> Array:
-        if place >= 0:
-            return self._segments.view(rank, place, 8 * count).view(np.int64)
-        table = np.empty(count, dtype=np.int64)
-        self._peers.read(rank, -place, table)
-        return table
 
     def reduce(
         self,
@@ -240,6 +233,18 @@ class ScatteredReductions:
                     here, there = located[self._rank] + row, located[other] + row
                     peers.scatter(other, here, there, count, block.nbytes)
 
+    def _table(self, lane: Lane, count: int) -> Array:
+        """Return room for addresses, which nobody else uses before the lane is left."""
+        table = self._tables.get(id(lane))
+        if table is None or len(table) < count:
+            memory = self._segments.allocate(8 * 2 * count)
+            table = np.empty(2 * count, np.int64) if memory is None else memory.view(np.int64)
+            self._tables[id(lane)] = table
+        return table[:count]
 
-_ROW = 16
-"""Bytes of a place's description."""
+    def _starts(self, rank: int, place: int, count: int) -> Array:
+        if place >= 0:
+            return self._segments.view(rank, place, 8 * count).view(np.int64)
+        table = np.empty(count, dtype=np.int64)
+        self._peers.read(rank, -place, table)
+        return table

@@ -76,12 +76,12 @@ class SharedMemoryTransport:
         self._direct_bytes = direct_bytes
         scratch_bytes = _CACHE_LINE if peers is None else BLOCK_BYTES
         self._scratch = np.empty((2, scratch_bytes), dtype=np.uint8)
-        self._far: ScatteredReductions | None = None
+        self._scattered: ScatteredReductions | None = None
         if peers is not None and comm.size > 1:
-            self._far = ScatteredReductions(
+            self._scattered = ScatteredReductions(
                 comm.rank, comm.size, segments, peers, self._scratch, self.enter
             )
-        self.scattered: Scattered | None = self._far
+        self.scattered: Scattered | None = self._scattered
         """Reduces many arrays where they are; None where that does not work."""
         self._operations = 0
         self._messages = RingTransport(comm)
@@ -323,9 +323,10 @@ class SharedMemoryTransport:
         passage = Passage(lane, buffer, counts, self._segment_bytes, True)
         buffers = yield from self._begin(lane, passage, others, range(self._size))
         if buffers is not None:
-            if share and buffers.all_far and self._far is not None:
-                starts = [np.array([-shown]) for shown in buffers.shown]
-                self._far.reduce([buffer], starts, combine, finish)
+            if share and buffers.all_far:
+                assert self._scattered is not None
+                starts = [np.array([address]) for address in buffers.addresses()]
+                self._scattered.reduce([buffer], starts, combine, finish)
             else:
                 span = passage.starts[rank], passage.stops[rank]
                 self._reduce_in_place(buffer, buffers, span, combine, finish, share)
@@ -359,7 +360,7 @@ class SharedMemoryTransport:
     ) -> None:
         """Reduce a span of everybody's buffers, where they are."""
         scratch = self._scratch.view(buffer.dtype)
-        length = len(scratch[0]) if buffers.are_far else _BLOCK_BYTES // buffer.itemsize
+        length = len(scratch[0]) if buffers.any_far else _BLOCK_BYTES // buffer.itemsize
         for start in range(*span, length):
             own = buffer[start : min(start + length, span[1])]
             self._combine(own, buffers.loader(start), combine, finish)

@@ -133,7 +133,7 @@ def test_step_tables():
     assert times.header == ["model", "alone", "ddp", "hvdlite", "hvdlite / ddp"]
     assert times.rows[0][0] == models.MODELS["mlp"]
     assert times.rows[0][-1] == "0.600 (0.600 to 0.600)"
-    assert added.rows == [[models.MODELS["mlp"], "100 %", "20 %", "0.200"]]
+    assert added.rows == [[models.MODELS["mlp"], "100 %", "-", "-"]]  # on other pages
 
 
 def test_overheads_are_those_over_compute_on_the_same_pages():

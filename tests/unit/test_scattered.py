@@ -163,7 +163,7 @@ def test_blocks_cover_everything_once(lengths, size, itemsize):
             at = 0
             rows = slice(block.first, block.first + len(block.spans))
             for (part, start, stop, place), number, (first, nbytes) in zip(
-                block.spans, share.parts[rows], share.places[rows], strict=True
+                block.spans, share.parts[rows], share.pieces[rows], strict=True
             ):
                 assert (part, start * itemsize) == (number, first)
                 assert (stop - start) * itemsize == nbytes
