@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .arguments import whereabouts
+from .tensors import shares_memory
 
 if TYPE_CHECKING:
     from .buckets import Bucket
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["Slot", "refuse_changes"]
 
 _SHOWN = 5
+_UNKNOWN = -1
 
 
 class Slot:
@@ -89,21 +91,25 @@ class Slot:
         """Note where the gradient is now, which has moved."""
         self._left = gradient = self.parameter.grad
         if gradient is not None:
-            self._version = gradient._version
-            self._at = gradient.data_ptr() if gradient.layout is torch.strided else 0
+            is_strided = gradient.layout is torch.strided
+            self._at = gradient.data_ptr() if is_strided else 0
+            # Pieces of one tensor count each other's changes, such as what a further pass adds.
+            aliases = is_strided and self._at != self.address and shares_memory(gradient)
+            self._version = _UNKNOWN if aliases else gradient._version
 
     def inspect(self) -> str:
         """Note in `change`, and return, what has become of the gradient since then.
 
         That it is gone is no change: it was discarded. `gradient.data.mul_(2)`, and what NumPy
-        does to it, leave no trace.
+        does to it, leave no trace; nor does any change in place of a gradient that shares its
+        memory with others.
         """
         left, gradient = self._left, self.parameter.grad
         if left is None or gradient is None:
             pass
         elif gradient is not left:
             self.change = "replaced"
-        elif gradient._version != self._version:
+        elif self._version not in (_UNKNOWN, gradient._version):
             self.change = "changed in place"
         elif self._at and gradient.data_ptr() != self._at:
             self.change = "replaced"  # by `gradient.data = ...`, which leaves the version

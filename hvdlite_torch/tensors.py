@@ -23,6 +23,7 @@ __all__ = [
     "is_dense",
     "is_lendable",
     "lend",
+    "shares_memory",
     "source_of",
     "tensor_of",
 ]
@@ -147,6 +148,12 @@ def is_lendable(gradient: torch.Tensor, like: torch.Tensor) -> bool:
         # Memory that is not torch's own, but NumPy's, say: its owner may count on what is there.
         and storage.resizable()
     )
+
+
+def shares_memory(gradient: torch.Tensor) -> bool:
+    """Return whether other tensors use the memory of a strided gradient, as far as torch tells."""
+    # One use is the gradient's, and the other one is Python's.
+    return _uses is not None and _uses(gradient.untyped_storage()._cdata) > 2
 
 
 _uses_of: Any = getattr(torch.Tensor, "_use_count", lambda tensor: 0)

@@ -231,6 +231,28 @@ def test_accumulation_is_no_change(hvd, world, comm):
 
 
 @pytest.mark.np(2)
+@pytest.mark.parametrize("size", [3, 600])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_pieces_of_one_tensor_that_accumulate(hvd, world, passes, size):
+    """Autograd counts the changes of a tensor and of its pieces as one."""
+    parts = [torch.nn.Parameter(torch.zeros(size, size)) for _ in range(3)]
+    names = [(f"part{number}", part) for number, part in enumerate(parts)]
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(parts, lr=1.0), names, backward_passes_per_step=passes, op=hvd.Sum
+    )
+    factors = torch.arange(1.0, 4.0).repeat_interleave(size)[:, None]
+    for step in range(3):
+        optimizer.zero_grad()
+        for _ in range(passes):
+            (torch.cat(parts) * factors * (world.rank + 1)).sum().backward()
+        optimizer.step()
+        for number, part in enumerate(parts):
+            once = (number + 1) * sum(rank + 1 for rank in world.ranks)
+            assert (part.grad == passes * once).all()
+            assert (part == -(step + 1) * passes * once).all()
+
+
+@pytest.mark.np(2)
 def test_gradients_made_by_hand_and_discarded_ones(hvd, world, comm):
     model = Branches()
     optimizer = hvd.DistributedOptimizer(
