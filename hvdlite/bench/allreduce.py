@@ -21,13 +21,13 @@ from .machine import available_memory
 from .records import Record, Table, shown
 from .turns import Session, installed
 
-__all__ = ["OWN", "SIZES", "run", "tables", "work"]
+__all__ = ["DTYPES", "OWN", "SIZES", "run", "tables", "work"]
 
 SIZES = (4, *(1 << n for n in (10, 14, 16, 18, 20, 22, 24, 26, 28)))
 QUICK_SIZES = (4, 64 << 10, 1 << 20)
 DTYPES = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 
-OWN = ("hvdlite", "hvdlite-resident", "hvdlite-parts", "transport")
+OWN = ("hvdlite", "hvdlite-resident", "hvdlite-parts", "transport", "transport-ordinary")
 """What hvdlite offers; everything else is a rival."""
 
 _FROM = 64 << 10
@@ -67,6 +67,8 @@ def run(session: Session) -> None:
             largest = size_label(max(possible))
             session.skip("allreduce", ranks, f"above {largest}", "the machine's memory")
         for dtype in DTYPES[: 1 if options.quick else None]:
+            if options.dtypes and str(dtype) not in options.dtypes:
+                continue
             peers = session.peers("allreduce", [*OWN, "mpi", "gloo"], "module:")
             if dtype is not DType.FLOAT32:
                 peers = [peer for peer in peers if not peer.startswith("mpi")]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .. import __version__
-from .allreduce import OWN
+from .allreduce import DTYPES, OWN
 from .jobs import find_mpirun
 from .machine import cores, describe, load
 from .plot import plot
@@ -60,6 +60,13 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         metavar="PEER",
         help=f"measure these only: {', '.join(PEERS)}, modules (default: all that are installed)",
+    )
+    parser.add_argument(
+        "--dtypes",
+        nargs="+",
+        choices=[str(dtype) for dtype in DTYPES],
+        default=[],
+        help="of all-reduces, these only (default: all)",
     )
     parser.add_argument(
         "--other-mpi",
@@ -111,6 +118,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         quick=arguments.quick,
         modules=tuple(arguments.module),
         peers=tuple(arguments.peers),
+        dtypes=tuple(arguments.dtypes),
         other_mpi=tuple(arguments.other_mpi),
     )
     session = Session(options, Results(_about(argv, options)))

@@ -167,6 +167,13 @@ class SharedMemory(Peer):
         self.transport.close()
 
 
+class Ordinary(SharedMemory):
+    """The transport alone, on ordinary arrays: what the engine adds is the rest."""
+
+    def allocate(self, nbytes: int) -> Array:
+        return Peer.allocate(self, nbytes)
+
+
 class RawMPI(Peer):
     """The MPI library's own Allreduce, which negotiates nothing."""
 
@@ -273,6 +280,7 @@ def make(name: str) -> Peer:
         "hvdlite-resident": Resident,
         "hvdlite-parts": Parts,
         "transport": SharedMemory,
+        "transport-ordinary": Ordinary,
         "gloo": Gloo,
     }
     return RawMPI() if name.startswith("mpi") else kinds[name]()

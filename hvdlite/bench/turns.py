@@ -29,6 +29,8 @@ class Options:
     modules: tuple[str, ...] = ()
     peers: tuple[str, ...] = ()
     """The only peers to measure; empty for all."""
+    dtypes: tuple[str, ...] = ()
+    """The only element types of all-reduces to measure; empty for all."""
     other_mpi: tuple[str, ...] = ()
     """Interpreters whose mpi4py loads another MPI library."""
 
