@@ -10,10 +10,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..knobs import BOOL
 from . import machine
 from .hosts import Host, is_this_host, place
 from .mpi import Launcher
+from .pages import ask_for_huge_pages
 from .problems import LaunchProblem
 from .rank import ADDRESS, NO_INPUT, THREADS, TOKEN
 
@@ -170,7 +170,7 @@ def make_plan(
         variables["OMP_NUM_THREADS"] = str(max(cores // here, 1))
         if remote:
             variables[THREADS] = "1"
-    variables.update(_huge_pages({**environ, **variables}))
+    variables.update(ask_for_huge_pages({**environ, **variables}))
     makers = {"Open MPI": _open_mpi, "Slurm": _slurm}
     maker = makers.get(launcher.vendor, _hydra)
     make = _Making(request, launcher, environ, placed, remote, variables, here > cores, is_root)
@@ -189,26 +189,6 @@ def make_plan(
     return Plan(
         launcher, before, list(request.command), variables, base, request.np, remote, forwarding
     )
-
-
-def _huge_pages(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what makes the C library ask for huge pages, unless the user has decided on that.
-
-    Large arrays that are made anew in each step, as gradients are, cost a page fault for every
-    page; and one rank looks up every page of another's memory that it reaches.
-    """
-    tunables, name = environ.get("GLIBC_TUNABLES", ""), "glibc.malloc.hugetlb"
-    if name in tunables or not _wants_huge_pages(environ):
-        return {}
-    return {"GLIBC_TUNABLES": ":".join(filter(None, [tunables, f"{name}=1"]))}
-
-
-def _wants_huge_pages(environ: Mapping[str, str]) -> bool:
-    text = environ.get("HVDLITE_HUGE_PAGES", "").strip()
-    try:
-        return not text or bool(BOOL.read(text))
-    except ValueError:
-        return True  # the ranks will say what is wrong with it
 
 
 def _forwarded(environ: Mapping[str, str], request: Request) -> list[str]:

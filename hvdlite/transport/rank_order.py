@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from . import kernels
+from .base import Finish
+from .peer_memory import Load
 from .types import Array
 
-__all__ = ["combine_in_order"]
+__all__ = ["InOrder", "combine_in_order"]
 
 
 def combine_in_order(
@@ -35,3 +39,42 @@ def combine_in_order(
     add(first)
     for other in others[before:]:
         add(load(other, 1))
+
+
+class InOrder:
+    """Combines one block of every rank into this rank's.
+
+    Args:
+        rank: this rank.
+        others: all others, in their order.
+        scratch: two blocks of bytes.
+    """
+
+    def __init__(self, rank: int, others: Sequence[int], scratch: Array) -> None:
+        self._rank = rank
+        self._others = others
+        self._scratch = scratch
+
+    def __call__(
+        self, own: Array, load: Load, combine: kernels.Combine, finish: Finish | None
+    ) -> None:
+        """Combine everybody's block in the order of the ranks, into this rank's `own`.
+
+        Args:
+            own: holds this rank's block.
+            load: gets a rank, how many elements, and memory that it may use for them; returns
+                the rank's block, which may be overwritten.
+            combine: combines two blocks into the first; silenced here.
+            finish: called with the result.
+        """
+        scratch, count = self._scratch.view(own.dtype), len(own)
+        with np.errstate(all="ignore"):
+            combine_in_order(
+                self._rank,
+                self._others,
+                lambda other, which: load(other, count, scratch[which]),
+                combine,
+                lambda there: combine(own, there),
+            )
+        if finish is not None:
+            finish(own)

@@ -19,9 +19,9 @@ import numpy as np
 
 from . import kernels
 from .base import Communicator, Finish, Operation, Scattered, Staging, Words, staged
-from .peer_memory import Buffers, Load, PeerMemory, reach_peers
+from .peer_memory import Buffers, PeerMemory, reach_peers
 from .places import address_of
-from .rank_order import combine_in_order
+from .rank_order import InOrder
 from .ring import RingTransport, even_counts
 from .scattered import BLOCK_BYTES, ScatteredReductions
 from .shared_lanes import ELSEWHERE, Lane, Passage, make_lanes
@@ -76,6 +76,7 @@ class SharedMemoryTransport:
         self._direct_bytes = direct_bytes
         scratch_bytes = _CACHE_LINE if peers is None else BLOCK_BYTES
         self._scratch = np.empty((2, scratch_bytes), dtype=np.uint8)
+        self._combine = InOrder(comm.rank, self._others, self._scratch)
         self._scattered: ScatteredReductions | None = None
         if peers is not None and comm.size > 1:
             self._scattered = ScatteredReductions(
@@ -367,32 +368,6 @@ class SharedMemoryTransport:
             if share:
                 for other in self._others:
                     buffers.store(other, start, own)
-
-    def _combine(
-        self,
-        own: Array,
-        load: Load,
-        combine: kernels.Combine,
-        finish: Finish | None,
-    ) -> None:
-        """Combine everybody's block in the order of the ranks, into this rank's `own`.
-
-        Args:
-            combine: silenced here.
-            load: gets a rank, how many elements, and memory that it may use for them; returns
-                the rank's block, which may be overwritten.
-        """
-        scratch, count = self._scratch.view(own.dtype), len(own)
-        with np.errstate(all="ignore"):
-            combine_in_order(
-                self._rank,
-                self._others,
-                lambda other, which: load(other, count, scratch[which]),
-                combine,
-                lambda there: combine(own, there),
-            )
-        if finish is not None:
-            finish(own)
 
     def _gather_alone(self, buffer: Array, counts: Sequence[int]) -> Operation[None]:
         if not self._is_trivial(buffer):
