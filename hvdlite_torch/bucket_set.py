@@ -11,9 +11,10 @@ import torch
 
 from hvdlite import Handle
 
-from .buckets import Bucket, DiscardedStepError, Reduction, distribute
+from .buckets import Bucket, DiscardedStepError
 from .compression import NoneCompressor
 from .compressors import GradientCompressor
+from .layout import Reduction, distribute
 from .names import Label
 from .plan import agree_on_kinds, agreed_places, propose_places
 from .slots import Slot

@@ -11,26 +11,25 @@ discarded a step.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 import hvdlite
-from hvdlite import Handle, MismatchError, ProcessSet
+from hvdlite import Handle, MismatchError
 from hvdlite.engine.submit import allocate_buffer, reduces_scattered, submit_allreduce
-from hvdlite.transport.types import ReduceOp
 
 from .arguments import cast_type, whereabouts
-from .compression import Compressor, NoneCompressor
+from .compression import NoneCompressor
 from .compressors import Exchange, GradientCompressor, Part
+from .layout import Place, Reduction
 from .progress import announce
 from .slots import Slot
 from .tensors import array_of, dtype_of, dtype_of_type, is_lendable, lend, tensor_of
 
-__all__ = ["Bucket", "DiscardedStepError", "Place", "Reduction", "distribute"]
+__all__ = ["Bucket", "DiscardedStepError"]
 
 _ALIGNMENT = 64
 """Bytes: vector instructions and cache lines like gradients to begin at multiples of it."""
@@ -49,58 +48,6 @@ class DiscardedStepError(MismatchError):
 
 # The last flags: this step is discarded; the step before was; it was not.
 _DISCARDED, _AFTER_DISCARD, _KEPT = [1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]
-
-
-@dataclass(frozen=True)
-class Reduction:
-    """How gradients are combined."""
-
-    op: ReduceOp
-    prescale: float
-    postscale: float
-    compression: type[Compressor] | GradientCompressor
-    sparse_as_dense: bool
-    process_set: ProcessSet
-
-
-@dataclass(frozen=True)
-class Place:
-    """What has to be known of a parameter to lay out a bucket, the same on all ranks."""
-
-    name: str
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    group: int
-
-    @property
-    def elements(self) -> int:
-        return torch.Size(self.shape).numel()
-
-
-def distribute(
-    places: Iterable[Place], bucket_bytes: int, first_bucket_bytes: int
-) -> list[list[Place]]:
-    """Divide parameters into buckets.
-
-    Args:
-        places: in the order in which their gradients are expected. Those of one explicit
-            group (not negative) share a bucket of any size.
-        bucket_bytes: about how large the other buckets become.
-        first_bucket_bytes: the same for the first one, which should be under way early.
-    """
-    buckets: list[list[Place]] = []
-    filling: dict[tuple[torch.dtype, int], tuple[list[Place], int]] = {}
-    for place in places:
-        key = (place.dtype, place.group)
-        bucket, nbytes = filling.get(key, ([], 0))
-        if not bucket:
-            buckets.append(bucket)
-        bucket.append(place)
-        nbytes += place.elements * place.dtype.itemsize
-        limit = first_bucket_bytes if bucket is buckets[0] else bucket_bytes
-        filling[key] = ([], 0) if place.group < 0 and nbytes >= limit else (bucket, nbytes)
-    return buckets
 
 
 class Bucket:

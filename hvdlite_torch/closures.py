@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .async_ops import allreduce_async
-from .buckets import Reduction
+from .layout import Reduction
 
 __all__ = ["is_reduced", "reduced"]
 

@@ -29,9 +29,9 @@ from .arguments import (
     checked_process_set,
     whereabouts,
 )
-from .buckets import Reduction
 from .compression import Compression, Compressor
 from .compressors import GradientCompressor
+from .layout import Reduction
 from .names import Label, clean_names
 from .reducer import Reducer
 from .step_reducer import Options, StepReducer

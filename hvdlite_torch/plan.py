@@ -15,7 +15,7 @@ from hvdlite import Handle, MismatchError, ProcessSet
 from hvdlite.engine.submit import submit_allgather, submit_allreduce
 from hvdlite.transport.types import ReduceOp
 
-from .buckets import Place, Reduction
+from .layout import Place, Reduction
 from .slots import Slot
 from .tensors import is_dense
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .buckets import Reduction
+from .layout import Reduction
 from .names import Label
 
 __all__ = ["Options", "StepReducer"]

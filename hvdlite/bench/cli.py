@@ -16,7 +16,8 @@ from .jobs import find_mpirun
 from .machine import cores, describe, load
 from .plot import plot
 from .records import Results
-from .turns import Options, Session, library_of, plain
+from .steps import UNREDUCED
+from .turns import DDP, Options, Session, library_of, plain
 
 __all__ = ["SUITES", "run"]
 
@@ -30,8 +31,7 @@ SUITES = {
 }
 _NEED_LIMITS = {"allreduce", "many"}
 
-_TRAINING = ("alone", "alone-huge", "barrier", "idle", "ddp", "ddp-huge", "ddp-views")
-PEERS = (*OWN, "mpi", "gloo", *_TRAINING)
+PEERS = (*OWN, "mpi", "gloo", *UNREDUCED, "idle", *DDP)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -77,7 +77,9 @@ def run(session: Session) -> None:
             )
         )
         if has_torch:
-            peers = session.peers("idle", ["alone-huge", "idle", "ddp-huge", "hvdlite"], "module:")
+            peers = session.peers(
+                "idle", [steps.ALONE_HUGE, "idle", "ddp-huge", "hvdlite"], "module:"
+            )
             records = session.measure(
                 "idle",
                 ranks,
@@ -105,12 +107,12 @@ def _in_step(records: Sequence[Record], model: str, ranks: int) -> Table:
         ],
         [],
     )
-    alone = row.get("alone-huge")
+    alone = row.get(steps.ALONE_HUGE)
     for peer, found in row.items():
         step = pooled(found["step"].turns)
         busy = pooled(found["other threads"].turns).median
         ratio = above = "-"
-        if alone is not None and peer != "alone-huge":
+        if alone is not None and peer != steps.ALONE_HUGE:
             ratio = str(paired(found["step"].turns, alone["step"].turns))
             memory = pooled(found["memory"].turns).median - pooled(alone["memory"].turns).median
             above = number(memory / 2**20)

@@ -13,21 +13,21 @@ from .arithmetic import number, paired, pooled
 from .jobs import Report
 from .models import MODELS, TINY, build
 from .records import Record, Table, shown
-from .turns import Session, installed
+from .turns import DDP, Session, installed
 
-__all__ = ["UNITS", "run", "tables", "work"]
+__all__ = ["ALONE_HUGE", "UNITS", "UNREDUCED", "run", "tables", "work"]
 
 UNITS = {"step": "s", "memory": "B", "other threads": "1"}
 """Of what `work` measures: the time of a step, memory of a rank (without code; shared pages
 divided by those who share them), and cores that other threads than the training one kept busy."""
 
-_ALONE, _ALONE_HUGE, _BARRIER = "alone", "alone-huge", "barrier"
-_ALONE_PEERS = (_ALONE, _ALONE_HUGE)
+_ALONE, ALONE_HUGE, _BARRIER = "alone", "alone-huge", "barrier"
+_ALONE_PEERS = (_ALONE, ALONE_HUGE)
 """Training without reduction, each rank by itself: on the pages that come, and on huge ones."""
-_UNREDUCED = (*_ALONE_PEERS, _BARRIER)
+UNREDUCED = (*_ALONE_PEERS, _BARRIER)
 """And with the ranks waiting for each other."""
 
-_HUGE = (_ALONE_HUGE, _BARRIER, "ddp-huge", "hvdlite", "idle")
+_HUGE = (ALONE_HUGE, _BARRIER, "ddp-huge", "hvdlite", "idle")
 """With huge pages for large tensors, for which hvdlite asks where it is initialised first."""
 
 _WARM_UP = 4
@@ -82,13 +82,13 @@ def _distribute(torch: Any, peer: str, model: Any) -> tuple[Any, Any, Callable[[
     from . import peers
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
-    if peer in _UNREDUCED:
+    if peer in UNREDUCED:
         if peer == _BARRIER:
             from mpi4py import MPI
 
             optimizer.register_step_pre_hook(lambda *_: MPI.COMM_WORLD.Barrier())
         return model, optimizer, lambda: None
-    if peer in ("ddp", "ddp-huge", "ddp-views"):
+    if peer in DDP:
         dist = peers.start_gloo()
         wrapped = torch.nn.parallel.DistributedDataParallel(
             model, gradient_as_bucket_view=peer == "ddp-views"
@@ -126,7 +126,7 @@ def run(session: Session) -> None:
         if ranks == 1:
             continue  # nothing to reduce
         for name in names:
-            wanted = [_ALONE, _ALONE_HUGE, _BARRIER, "ddp", "ddp-huge", "ddp-views", "hvdlite"]
+            wanted = [*UNREDUCED, *DDP, "hvdlite"]
             if options.quick:
                 wanted.remove("ddp-views")
             peers = session.peers("steps", wanted, "module:")
@@ -151,7 +151,7 @@ def _compare_losses(session: Session, name: str, ranks: int) -> None:
         fact["peer"]: fact["loss"]
         for fact in session.results.facts
         if (fact["suite"], fact["case"], fact["ranks"]) == ("steps", name, ranks)
-        and fact["peer"] not in _UNREDUCED
+        and fact["peer"] not in UNREDUCED
     }
     if losses and max(losses.values()) - min(losses.values()) > 1e-3 * max(losses.values()):
         session.say(f"warning: {name}, np {ranks}: the losses differ: {losses}")
@@ -167,7 +167,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
     if not peers:
         return []
     ranks = steps[0].ranks
-    others = [peer for peer in peers if peer not in (*_UNREDUCED, "hvdlite")]
+    others = [peer for peer in peers if peer not in (*UNREDUCED, "hvdlite")]
     times = Table(
         f"Training steps, np {ranks}: ms, median (quartiles); below 1: hvdlite is faster",
         ["model", *map(shown, peers), *(f"hvdlite / {shown(peer)}" for peer in others)],
@@ -196,7 +196,7 @@ def _added(row: dict[str, Record], adding: Sequence[str], others: Sequence[str])
     # Turn by turn, as the ratios: what drifts is the same for both.
     parts = {}
     for peer in filter(row.__contains__, adding):
-        alone = row.get(_ALONE_HUGE if peer in _HUGE else _ALONE)
+        alone = row.get(ALONE_HUGE if peer in _HUGE else _ALONE)
         if alone is not None:
             parts[peer] = paired(row[peer].turns, alone.turns).median - 1
     cells = [f"{100 * parts[p]:.0f} %" if p in parts else "-" for p in adding]

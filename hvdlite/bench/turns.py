@@ -14,9 +14,10 @@ from typing import Any
 from .jobs import JobFailed, launch
 from .records import Record, Results, Skipped, Table, shown
 
-__all__ = ["Options", "Session", "installed", "library_of", "plain", "rotated"]
+__all__ = ["DDP", "Options", "Session", "installed", "library_of", "plain", "rotated"]
 
-_ON_TORCH = ("gloo", "ddp", "ddp-huge", "ddp-views")
+DDP = ("ddp", "ddp-huge", "ddp-views")
+_ON_TORCH = ("gloo", *DDP)
 
 
 @dataclass(frozen=True)

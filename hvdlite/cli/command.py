@@ -5,7 +5,6 @@ from __future__ import annotations
 import fnmatch
 import os
 import shlex
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +23,6 @@ __all__ = [
     "make_plan",
     "resolve_program",
     "show",
-    "srun_interface",
 ]
 
 _TCP_BYTES = "1100000"
@@ -362,32 +360,6 @@ def _slurm(make: _Making) -> list[str]:
     if request.working_directory is not None:
         words += [f"--chdir={request.working_directory}"]
     return [*words, *request.mpi_arguments]
-
-
-def srun_interface(path: str, library_vendor: str) -> str:
-    """Return the process manager interface that srun and the MPI library have in common.
-
-    Raises:
-        LaunchProblem: there is none.
-    """
-    try:
-        done = subprocess.run(
-            [path, "--mpi=list"], capture_output=True, text=True, timeout=30, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise LaunchProblem(f"{path} --mpi=list: {error}.") from error
-    offered = set((done.stdout + done.stderr).replace(",", " ").split())
-    wanted = ["pmix", "pmix_v5", "pmix_v4", "pmix_v3"]
-    if library_vendor != "Open MPI":
-        wanted = ["pmi2", "cray_shasta", *wanted]
-    for name in wanted:
-        if name in offered:
-            return name
-    raise LaunchProblem(
-        f"This Slurm's srun offers no interface that {library_vendor} understands (`srun "
-        f"--mpi=list` says: {' '.join(sorted(offered))}; wanted: {', '.join(wanted)}). Use "
-        "mpirun inside the allocation instead: --launcher mpirun."
-    )
 
 
 def show(plan: Plan) -> str:

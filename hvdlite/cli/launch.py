@@ -11,7 +11,7 @@ from typing import TextIO
 
 from ..settings import Settings
 from . import mpi
-from .command import Plan, Request, make_plan, resolve_program, srun_interface
+from .command import Plan, Request, make_plan, resolve_program
 from .hosts import Host, discover_hosts, parse_hosts, read_hostfile, slurm_tasks
 from .output import Output, last_words
 from .problems import LaunchProblem
@@ -129,7 +129,7 @@ def pick_launcher(
     if options.launcher == "srun":
         if srun is None:
             raise LaunchProblem("--launcher srun: there is no Slurm allocation, or no srun in PATH")
-        return mpi.Launcher(srun, "Slurm", srun_interface(srun, library.vendor))
+        return mpi.Launcher(srun, "Slurm", mpi.srun_interface(srun, library.vendor))
     if options.mpirun is not None:
         if not os.access(options.mpirun, os.X_OK) or os.path.isdir(options.mpirun):
             raise LaunchProblem(f"--mpirun {options.mpirun} is no program.")
@@ -141,7 +141,7 @@ def pick_launcher(
         return mpi.choose(launchers, library)
     except LaunchProblem:
         if srun is not None and options.launcher == "auto" and options.mpirun is None:
-            return mpi.Launcher(srun, "Slurm", srun_interface(srun, library.vendor))
+            return mpi.Launcher(srun, "Slurm", mpi.srun_interface(srun, library.vendor))
         raise
 
 

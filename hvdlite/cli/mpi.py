@@ -26,6 +26,7 @@ __all__ = [
     "load_library",
     "read_library",
     "read_version",
+    "srun_interface",
 ]
 
 Vendor = Literal["Open MPI", "MPICH", "Intel MPI", "MVAPICH", "Slurm", "unknown"]
@@ -232,3 +233,29 @@ def _fits(launcher: Launcher, library: Library) -> bool:
         return True
     # MVAPICH and its relatives are started by MPICH's Hydra.
     return launcher.vendor == "MPICH" and library.vendor == "MVAPICH"
+
+
+def srun_interface(path: str, library_vendor: str) -> str:
+    """Return the process manager interface that srun and the MPI library have in common.
+
+    Raises:
+        LaunchProblem: there is none.
+    """
+    try:
+        done = subprocess.run(
+            [path, "--mpi=list"], capture_output=True, text=True, timeout=30, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LaunchProblem(f"{path} --mpi=list: {error}.") from error
+    offered = set((done.stdout + done.stderr).replace(",", " ").split())
+    wanted = ["pmix", "pmix_v5", "pmix_v4", "pmix_v3"]
+    if library_vendor != "Open MPI":
+        wanted = ["pmi2", "cray_shasta", *wanted]
+    for name in wanted:
+        if name in offered:
+            return name
+    raise LaunchProblem(
+        f"This Slurm's srun offers no interface that {library_vendor} understands (`srun "
+        f"--mpi=list` says: {' '.join(sorted(offered))}; wanted: {', '.join(wanted)}). Use "
+        "mpirun inside the allocation instead: --launcher mpirun."
+    )

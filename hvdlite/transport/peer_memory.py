@@ -119,7 +119,7 @@ class PeerMemory:
         """
         if len(places.arrays) == 1:
             return self.reaches_one(int(places.starts[0]), places.arrays[0].nbytes)
-        ends = np.concatenate((places.starts, places.stops() - 1))
+        ends = np.concatenate((places.starts, places.stops - 1))
         scratch = np.empty(min(len(ends), _MOST_PLACES), dtype=np.uint8)
         for first in range(0, len(ends), _MOST_PLACES):
             some = ends[first : first + _MOST_PLACES]

@@ -34,20 +34,18 @@ class Places:
 
     arrays: Sequence[Array]
     starts: Array
-    """Addresses (int64)."""
+    stops: Array
+    """Addresses (int64): of their first bytes, and behind their last ones."""
 
     @classmethod
     def of(cls, arrays: Sequence[Array]) -> Places:
         """Look where arrays lie."""
-        return cls(arrays, np.array([address_of(array) for array in arrays], dtype=np.int64))
-
-    def stops(self) -> Array:
-        """Return the addresses behind the arrays."""
-        stops: Array = self.starts + np.array([array.nbytes for array in self.arrays], np.int64)
-        return stops
+        starts = np.array([address_of(array) for array in arrays], dtype=np.int64)
+        nbytes = np.array([array.nbytes for array in arrays], dtype=np.int64)
+        return cls(arrays, starts, starts + nbytes)
 
     def overlap(self) -> bool:
         """Return whether any two share memory: what is reduced there would be reduced twice."""
         starts: Any = self.starts
         order = starts.argsort()
-        return bool((starts[order[1:]] < self.stops()[order[:-1]]).any())
+        return bool((starts[order[1:]] < self.stops[order[:-1]]).any())

@@ -13,6 +13,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator, Sequence
+from inspect import getsource
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,8 @@ import pytest
 import hvdlite
 from hvdlite.cli import mpi
 from hvdlite.cli.problems import LaunchProblem
+
+from ..mappings import asks_for_huge_pages
 
 pytest.importorskip("click")
 
@@ -167,17 +170,13 @@ def test_input_is_rank_0s(library: mpi.Library, given: str | None) -> None:
 def test_memory_of_ranks_is_on_huge_pages(library: mpi.Library, value: str) -> None:
     """What is asked for shows in the mapping of a large piece of memory."""
     program = """
-        import ctypes, pathlib
+        import ctypes
         memory = bytearray(2**23)
         middle = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + 2**22
-        for line in pathlib.Path("/proc/self/smaps").read_text().splitlines():
-            span, _, rest = line.partition(" ")
-            if "-" in span and ":" not in span:
-                first, last = (int(end, 16) for end in span.split("-"))
-            elif span == "VmFlags:" and first <= middle < last:
-                print("asked:", "hg" in rest.split())
+        print("asked:", asks_for_huge_pages(middle))
     """
-    words = ["-np", "2", "python", "-c", textwrap.dedent(program)]
+    program = getsource(asks_for_huge_pages) + textwrap.dedent(program)
+    words = ["-np", "2", "python", "-c", program]
     done = run(words, HVDLITE_HUGE_PAGES=value, GLIBC_TUNABLES="")
     assert done.stdout.count(f"asked: {value == '1'}") == 2, done
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from inspect import getsource
 from pathlib import Path
 
 import pytest
 
+from ..mappings import asks_for_huge_pages
 from .jobs import run_job
 
 pytestmark = [
@@ -16,31 +18,15 @@ pytestmark = [
     ),
 ]
 
-ASKED = """
-    import pathlib
-    from jobtools import say
-
-    def asked(address):
-        \"\"\"Return whether the mapping at an address has asked for huge pages.\"\"\"
-        inside = False
-        for line in pathlib.Path("/proc/self/smaps").read_text().splitlines():
-            span, _, rest = line.partition(" ")
-            if "-" in span and ":" not in span:
-                first, last = (int(end, 16) for end in span.split("-"))
-                inside = first <= address < last
-            elif inside and span == "VmFlags:":
-                return "hg" in rest.split()
-        raise AssertionError("no such mapping")
-"""
-
 TENSORS = """
-    import hvdlite_torch as hvd
-    hvd.init()
-    import torch
-    tensor = torch.ones(2**21)
-    hvd.allreduce_(tensor, op=hvd.Sum)
-    assert (tensor == hvd.size()).all()
-    say(hvd.rank(), asked=asked(tensor.data_ptr() + tensor.nbytes // 2))
+import hvdlite_torch as hvd
+hvd.init()
+import torch
+from jobtools import say
+tensor = torch.ones(2**21)
+hvd.allreduce_(tensor, op=hvd.Sum)
+assert (tensor == hvd.size()).all()
+say(hvd.rank(), asked=asks_for_huge_pages(tensor.data_ptr() + tensor.nbytes // 2))
 """
 
 
@@ -52,6 +38,6 @@ TENSORS = """
 def test_tensors_that_are_made_after_init(np_size, variables, asks):
     pytest.importorskip("torch")
     environment = {"THP_MEM_ALLOC_ENABLE": None, "GLIBC_TUNABLES": None, **variables}
-    result = run_job(np_size, ASKED + TENSORS, timeout=40, env=environment)
+    result = run_job(np_size, getsource(asks_for_huge_pages) + TENSORS, timeout=40, env=environment)
     assert result.returncode == 0, str(result)
     assert [result.said[rank] for rank in range(np_size)] == [[{"asked": asks}]] * np_size

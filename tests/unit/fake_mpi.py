@@ -444,7 +444,7 @@ class FakeWorld:
         self.patience = patience
         self.dropped: set[int] = set()
         self.groups: list[_Group] = []
-        self.lock = threading.RLock()
+        self.lock = threading.Lock()
         self.moves = 0
         """Counts everything that happens, so that standstill can be seen."""
         group = _Group(self, range(size))

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from hvdlite.cli import machine, mpi
-from hvdlite.cli.command import Plan, Request, make_plan, resolve_program, show, srun_interface
+from hvdlite.cli.command import Plan, Request, make_plan, resolve_program, show
 from hvdlite.cli.hosts import Host
 from hvdlite.cli.machine import Interface
-from hvdlite.cli.mpi import Launcher, Library
+from hvdlite.cli.mpi import Launcher, Library, srun_interface
 from hvdlite.cli.problems import LaunchProblem
 
 OPEN_MPI = Launcher("/mpi/bin/mpirun", "Open MPI", "5.0.11")
